@@ -220,6 +220,7 @@ class Shares(Ranked, Codec, name="shares"):
     tensors = {"codes": Kept(lambda spec, head_dim: (1, 0), torch.uint8)}  # the size comes from `page_bytes`
     quantizes_with = "share", "basis", "widths", "queries"
     dequantizes_with = "share", "basis", "widths"
+    dequantizes_any_bytes = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -275,7 +276,10 @@ class Shares(Ranked, Codec, name="shares"):
             raise KVPassError(NO_KEYS)
         rooms, batch = pack.pools[0].shape[2], len(pack.ring)  # key and value pools hold the same number of pages
         pool = of_pages(pack.key_pages, batch, pack.key_pages.untyped_storage().nbytes() // (batch * rooms))
-        return high_precision_masks(pool[:, :, first : first + count], spec.page_size, pack.fitted["widths"].shape[1])
+        return self.marks_in(pool[:, :, first : first + count], pack.fitted["widths"].shape[1], spec)
+
+    def marks_in(self, key_pages: Tensor, heads: int, spec: CodecSpec) -> Tensor:
+        return high_precision_masks(key_pages, spec.page_size, heads)
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor]:
         """Quantize whole pages ``[B, H, N * P, D]`` to bytes ``[B, 1, N, 1, bytes]`` uint8.

@@ -1,9 +1,6 @@
 // Attention of one query token per sample, for keys and values with per-channel bit widths and pages of the same
-// tokens. Needs rings.h, and, with the macros of each side, allocated_scores.h in namespace keys and allocated_values.h
-// in namespace values.
+// tokens. Needs rings.h and allocated_parts.h.
 namespace {
-
-constexpr int PAGES_AT_ONCE = 32;  // pages at a time
 
 // The pages of keys or of values of all heads, and their fitted tensors.
 template <typename Layout, typename Fields>
@@ -48,45 +45,6 @@ struct RelativeRotations {
                 sin[i * keys::BEFORE_MIDDLE + t] = (token_sin * c - token_cos * s) / norm;
             }
         }
-    }
-};
-
-struct Part : RunningSoftmax {
-    values::Total total;
-    float scores[QUERIES * PAGES_AT_ONCE * PAGE];
-
-    using RunningSoftmax::RunningSoftmax;
-
-    template <typename Values, typename Layout, typename Score>
-    void add_pages(
-        const Values& own, const Layout& layout, int64_t begin, int64_t end, const float* table, Score score
-    ) {
-        constexpr int APART = PAGES_AT_ONCE * PAGE;
-        for (int64_t n = begin; n < end; n += PAGES_AT_ONCE) {
-            const int64_t stop = std::min(n + PAGES_AT_ONCE, end);
-            score(n, stop, scores, APART);
-            weigh((stop - n) * PAGE, scores, APART, [&](int r, float rescale) { total.scale(r, rescale); });
-            total.add_pages(own.pages, layout, own.room, n, stop, table, scores, APART);
-        }
-    }
-
-    void add_exact_tokens(const Exact& exact, int64_t packed, int64_t all) {
-        const int64_t first = SINKS + packed * PAGE;
-        add_all_exact(exact, first, all, scores, PAGE, [&](int r, float rescale) { total.scale(r, rescale); });
-    }
-};
-
-// The result of a part. Parts themselves are on the stack, because the allocator would return and fetch their memory at
-// each call.
-struct PartResult {
-    float out[QUERIES * HEAD], peak[QUERIES], sum[QUERIES];
-    values::Total total;
-
-    void keep(const Part& part) {
-        std::copy(part.out, part.out + QUERIES * HEAD, out);
-        std::copy(part.peak, part.peak + QUERIES, peak);
-        std::copy(part.sum, part.sum + QUERIES, sum);
-        total = part.total;
     }
 };
 
@@ -136,26 +94,11 @@ extern "C" void kernel(
         };
         const values::Layout of_value = of_values.layout(h, heads);
         own.add_pages(of_values.of(h, heads), of_value, part * packed / parts, (part + 1) * packed / parts, table, score);
-        if (part + 1 == parts) own.add_exact_tokens({rings, h}, packed, n + present);
+        if (part + 1 == parts) own.add_exact_tokens(Exact{rings, h}, packed, n + present);
         found[i].keep(own);
     }
     for (int64_t h = 0; h < samples * heads; h++) {
-        const auto value_side = of_values.of(h, heads);
-        values::Total total;
-        float sums[QUERIES * HEAD] = {}, all[QUERIES] = {};
-        for (int r = 0; r < QUERIES; r++) {
-            float high = -INFINITY;
-            for (int64_t part = 0; part < parts; part++) high = std::max(high, found[h * parts + part].peak[r]);
-            for (int64_t part = 0; part < parts; part++) {
-                const PartResult& own = found[h * parts + part];
-                const float rescale = std::exp2(own.peak[r] - high);
-                all[r] += own.sum[r] * rescale;
-                total.add(own.total, r, rescale);
-                for (int i = r * HEAD; i < (r + 1) * HEAD; i++) sums[i] += own.out[i] * rescale;
-            }
-        }
-        total.put(value_side.basis, value_side.fields, table, sums);
-        for (int i = 0; i < QUERIES * HEAD; i++)
-            round_to(((Token*)out)[h * QUERIES * HEAD + i], sums[i] / all[i / HEAD]);
+        const auto own = of_values.of(h, heads);
+        merge(found.data() + h * parts, parts, own.basis, own.fields, table, (Token*)out + h * QUERIES * HEAD);
     }
 }
