@@ -5,7 +5,6 @@ A slot of a block has one page of keys and one of values of each layer, side by 
 the block of its last token, and the first slots of a request's first block hold its sinks instead.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -111,8 +110,3 @@ class ModelLayout:
             heads = {"key.sinks": sinks(key), "value.sinks": sinks(value)} if self.retention.sinks else {}
             found.append(Blocks((pages(key),), (pages(value),), heads))
         return found
-
-
-def common_bytes(of_ranks: Sequence[Sequence[tuple[int, int]]]) -> int:
-    """The most bytes that all layers' pages of a slot take on any of several ranks."""
-    return max(sum(map(sum, pages)) for pages in of_ranks)

@@ -93,12 +93,7 @@ def weights_of(model: str, revision: str | None = None) -> list[list[Any]]:
 
     Raises `KVPassError` if no weights are found.
     """
-    place = Path(model)
-    if not place.exists():
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
-        place = Path(found).parent if isinstance(found, str) else place
+    place = folder_of(model, revision)
     files = [place] if place.is_file() else sorted(place.glob("*")) if place.is_dir() else []
     files = [file for file in files if file.suffix in _SUFFIXES and file.is_file()]
     if not files:
@@ -112,3 +107,14 @@ def weights_of(model: str, revision: str | None = None) -> list[list[Any]]:
         else [file.name, file.stat().st_size, file.stat().st_mtime_ns]
         for file in files
     ]
+
+
+def folder_of(model: str, revision: str | None = None) -> Path:
+    """The folder or file of ``model``, which may be the name of a repository in Hugging Face's cache."""
+    place = Path(model)
+    if not place.exists():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        place = Path(found).parent if isinstance(found, str) else place
+    return place
