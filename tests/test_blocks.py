@@ -26,7 +26,7 @@ from kvpass.paged import (
 )
 from kvpass.paged.batch import Batch, BlockTable
 from kvpass.paged.block_layout import BlockLayout
-from kvpass.paged.calibrated_layer import CalibratedLayer
+from kvpass.codec.calibrated_layer import CalibratedLayer
 from kvpass.paged.context_spans import HIDDEN
 from kvpass.paged.model_layout import ModelLayout
 from kvpass.paged.paged_attention import Codecs, Layer

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..codec.calibrated_layer import CalibratedLayer
 from ..codec.center import fit_centers
 from ..codec.spec import CodecSpec
 from ..lowering.page_codecs import Codecs
@@ -20,7 +21,6 @@ from ..lowering.table import DispatchKey, implements, select
 from . import flash_attention, single_query_calibrated, single_query_cpp, single_query_inductor
 from .batch import Batch, BlockTable, Due, Tiles, pages_of
 from .block_layout import Blocks
-from .calibrated_layer import CalibratedLayer
 from .context_spans import Places, Span, spans
 
 _VALUES = 1 << 20  # keys, or scores, processed at a time
@@ -95,7 +95,7 @@ class Layer(NamedTuple):
         values = codecs.dequantize([*kept, *fitted], spec, (), ())
         if spec.transform.center and self.calibrated is not None:
             assert places.page is not None, "pages have numbers"
-            values = self.calibrated.from_pages(values, places.page)
+            values = self.calibrated.from_pages(values, self.calibrated.middles(places.page))
         elif spec.transform.center:
             values = values + self.blocks.head[f"{side}.center"][first].float()
         return values.to(self.window.dtype)  # as a cache dequantizes them
@@ -142,7 +142,7 @@ def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
         block, place = due.tokens
         x = window[block, :, place].transpose(1, 2).contiguous()  # [M, H, P, D]
         if spec.transform.center and layer.calibrated is not None:
-            x = layer.calibrated.to_pages(x, due.page.unsqueeze(1))
+            x = layer.calibrated.to_pages(x, layer.calibrated.middles(due.page).unsqueeze(1))
         elif spec.transform.center:
             _fit_centers(batch, layer.blocks.head[f"{side}.center"], due, x, spec)
             x = (x.float() - layer.blocks.head[f"{side}.center"][due.first].float()).to(x.dtype)

@@ -73,7 +73,7 @@ class SingleQueryAttention:
             self._rope = parse_rope(neighbours.rope)
             cos, sin = (table[0, :-1].T.contiguous() for table in before_middle(neighbours, layer.key.page_size))
             self._relative = cos, sin
-            self._middles = self._calibrated.middles(1)[:2]
+            self._rotate(1)
 
     def __call__(self, q: Tensor, batch: Batch, tiles: Tiles) -> Tensor:
         """Attention of ``tiles`` of one token each, among ``q`` ``[T, H_q, D]``: ``[N, H_q, D]``, as what is stored."""
@@ -82,13 +82,18 @@ class SingleQueryAttention:
         q = q[tiles.rows[:, 0]].to(layer.window.dtype)
         out = torch.empty_like(q)
         if self._rope[0] and blocks.shape[1] * self._where[2] > len(self._middles[0]):  # pages that the blocks can hold
-            self._middles = self._calibrated.middles(2 * blocks.shape[1] * self._where[2])[:2]
+            self._rotate(2 * blocks.shape[1] * self._where[2])
         self._kernel(q.shape[1] // heads)(
             q, out, total, packed, blocks, window, *self._tensors, *self._middles, *self._relative, self._table, len(q),
             heads, blocks.shape[1], window.shape[1], *self._where, batch.lead, self._sink_head, *self._window,
             self._rope[0], int(self._rope[1]), torch.get_num_threads(), layer.scale,
         )  # fmt: skip
         return out
+
+    def _rotate(self, pages: int) -> None:
+        """Find the rotations of the middle tokens of a request's first ``pages`` pages."""
+        page = torch.arange(pages, device=self._layer.window.device)
+        self._middles = self._calibrated.turned(self._calibrated.middles(page))[:2]
 
     def _kernel(self, queries: int) -> Callable[..., None]:
         if queries not in self._kernels:

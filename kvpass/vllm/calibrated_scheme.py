@@ -19,7 +19,7 @@ from ..codec.spec import CodecSpec
 from ..codec.tensors import of_model
 from ..errors import KVPassError
 from ..fields import shown
-from ..paged.calibrated_layer import CalibratedLayer
+from ..codec.calibrated_layer import CalibratedLayer
 from ..schemes import CalibratedWaterfillConfig, LayerGeometry, LayerPlan
 from ..schemes.calibrated import Calibration, load_calibration
 from ..schemes.fingerprint import check_settings, fingerprint_of, settings_of_config

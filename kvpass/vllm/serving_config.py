@@ -20,7 +20,7 @@ from ..codec.tensors import of_model
 from ..errors import KVPassError
 from ..fields import shown
 from ..paged.block_layout import BlockLayout
-from ..paged.calibrated_layer import CalibratedLayer
+from ..codec.calibrated_layer import CalibratedLayer
 from ..paged.model_layout import ModelLayout
 from ..schemes import CalibratedWaterfillConfig, LayerGeometry, LayerPlan, SchemeConfig
 from .calibrated_scheme import CALIBRATE, CalibratedScheme
