@@ -61,7 +61,9 @@ def __getattr__(name):
 def serve(job: dict) -> None:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model=job["model"], enable_prefix_caching=False, logits_processors=["serving_kl:Forcing"], **job["engine"])
+    llm = LLM(
+        model=job["model"], enable_prefix_caching=False, logits_processors=["serving_kl:Forcing"], **job["engine"]
+    )
     for number, ids in enumerate(job["texts"]):
         scored = ids[job["prompt"] :]
         asked = {"tokens": scored, "file": f"{job['folder']}/{number}.pt"}
@@ -108,7 +110,9 @@ def main(given: argparse.Namespace) -> None:
             error = 1.96 * float(each.std()) / len(each) ** 0.5
             of_texts = " | ".join(f"{float(one.mean()):.4f}" for one in kl)
             mean = statistics.mean(float(one.mean()) for one in kl)
-            print(f"| {name} | {mean:.4f} ± {error:.4f} | {float(torch.cat(same).mean()):.1%} | {of_texts} |", flush=True)
+            print(
+                f"| {name} | {mean:.4f} ± {error:.4f} | {float(torch.cat(same).mean()):.1%} | {of_texts} |", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from kvpass import KVPassError, schemes
 from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState, ModelTensors
 from kvpass.codec.affine import params_dtype
+from kvpass.codec.calibrated_layer import CalibratedLayer
 from kvpass.codec.page_rope import PageTables
 from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
@@ -26,7 +27,6 @@ from kvpass.paged import (
 )
 from kvpass.paged.batch import Batch, BlockTable
 from kvpass.paged.block_layout import BlockLayout
-from kvpass.codec.calibrated_layer import CalibratedLayer
 from kvpass.paged.context_spans import HIDDEN
 from kvpass.paged.model_layout import ModelLayout
 from kvpass.paged.paged_attention import Codecs, Layer
@@ -125,7 +125,9 @@ class CalibratedServer(Server):
 
     def __init__(self, block_size, window_size, seed, dtype=torch.float32, **fields):
         self.plan = plan_of("waterfill-static", dtype, ropes=("half-32",), recent=32, **fields)
-        sides = [shared_tensors(spec, HEADS, DIM, seed, params_dtype(dtype)) for spec in (self.plan.key, self.plan.value)]
+        sides = [
+            shared_tensors(spec, HEADS, DIM, seed, params_dtype(dtype)) for spec in (self.plan.key, self.plan.value)
+        ]
         self.shared = CalibratedLayer.of((self.plan.key, self.plan.value), sides)
         pages, retention = ((40, 72), self.shared.page_bytes), self.plan.key.retention
         self.layout = ModelLayout(pages, retention, HEADS, DIM, dtype, block_size)

@@ -1,7 +1,7 @@
 """The tensors of a model that a calibration has fitted, for pages outside of a cache: in a server's blocks and stores.
 
-A page needs nothing but its bytes and the number of its middle token, by which its keys are rotated; mean, basis and bit
-widths belong to the model.
+A page needs nothing but its bytes and the number of its middle token, by which its keys are rotated. Mean, basis and
+bit widths belong to the model.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,10 @@ class CalibratedLayer:
         """The tensors of a layer as a calibration lists them (`kvpass.schemes.calibrated.Calibration`)."""
         keys, values = (list(one) for one in tensors)
         angles = keys.pop(0) if specs[0].transform.numbered else None
-        named = (dict(zip(of_model(spec), of, strict=True)) for spec, of in zip(specs, (keys, values), strict=True))
-        return cls(*specs, *named, angles)
+        key, value = (
+            dict(zip(of_model(spec), of, strict=True)) for spec, of in zip(specs, (keys, values), strict=True)
+        )
+        return cls(*specs, key, value, angles)
 
     @property
     def page_bytes(self) -> tuple[int, int]:

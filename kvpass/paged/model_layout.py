@@ -101,7 +101,7 @@ class ModelLayout:
             shape = self.heads, self.retention.sinks, self.head_dim
             inner = torch.empty(shape, device="meta").stride()
             at = (start + which * self._sink_bytes) // item
-            whole = torch.empty(0, dtype=self.dtype, device=cache.device).set_(cache.untyped_storage())  # type: ignore[arg-type]
+            whole = torch.empty(0, dtype=self.dtype, device=cache.device).set_(cache.untyped_storage())
             return whole.as_strided((count, *shape), (stride // item, *inner), at)
 
         found = []

@@ -2,6 +2,7 @@
 does not import vLLM."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -14,12 +15,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..codec.affine import params_dtype
+from ..codec.calibrated_layer import CalibratedLayer
 from ..codec.shares import share_of
 from ..codec.spec import CodecSpec
 from ..codec.tensors import of_model
 from ..errors import KVPassError
 from ..fields import shown
-from ..codec.calibrated_layer import CalibratedLayer
+from ..prefix_store.chunks import LayerShape
 from ..schemes import CalibratedWaterfillConfig, LayerGeometry, LayerPlan
 from ..schemes.calibrated import Calibration, load_calibration
 from ..schemes.fingerprint import check_settings, fingerprint_of, settings_of_config
@@ -30,6 +32,7 @@ CALIBRATE = (
 )
 """What to do where a scheme needs a calibration."""
 
+_CPU = torch.device("cpu")
 Tensors = tuple[list[Tensor], list[Tensor]]
 """A layer's tensors for keys, and for values, as a calibration lists them."""
 
@@ -88,7 +91,9 @@ class CalibratedScheme:
     def plan_of(self, layer: LayerGeometry) -> LayerPlan:
         return self.scheme.plan_of(layer)
 
-    def layers(self, ranks: int, rank: int, dtype: torch.dtype) -> dict[int, CalibratedLayer]:
+    def layers(
+        self, ranks: int, rank: int, dtype: torch.dtype, device: torch.device = _CPU
+    ) -> dict[int, CalibratedLayer]:
         """The tensors of every layer for the heads that process ``rank`` of ``ranks`` has, for tokens of ``dtype``."""
         found, predictors = {}, self.calibration.predictors
         for index, both in predictors.items():
@@ -97,8 +102,22 @@ class CalibratedScheme:
             geometry = LayerGeometry(index, len(predictors), total, head_dim, dtype, torch.device("cpu"))
             plan = self.plan_of(geometry)
             specs = plan.key, plan.value
-            found[index] = CalibratedLayer.of(specs, _tensors_of(specs, both, heads, dtype))
+            keys, values = (  # shares are read on the host
+                [x if x.dtype == torch.int32 else x.to(device) for x in one]
+                for one in _tensors_of(specs, both, heads, dtype)
+            )
+            found[index] = CalibratedLayer.of(specs, (keys, values))
         return found
+
+    def check_layers(self, shapes: Mapping[int, LayerShape], layers: Mapping[int, CalibratedLayer]) -> None:
+        """Raise `KVPassError` unless ``layers`` have the heads of ``shapes``, the layers that a process has."""
+        for index, shape in shapes.items():
+            found = layers[index].key["widths"].shape if index in layers else (0, 0, 0, 0)
+            if (found[1], found[3]) != (shape.heads, shape.head_dim):
+                raise KVPassError(
+                    f"{self.name} has {found[1]} heads of {found[3]} channels for layer {index}, but each process has "
+                    f"{shape.heads} of {shape.head_dim}. {CALIBRATE}"
+                )
 
     def check_model(self, config: PreTrainedConfig, weights: Path) -> None:
         """Raise `KVPassError` unless this calibration was made for the model with ``config`` and ``weights``, a folder
@@ -150,8 +169,8 @@ def _tensors_in(folder: Path, skeleton: torch.nn.Module) -> list[tuple[str, Tens
     for name, weight in weights.items():
         if (own := stored.get(id(weight))) is None:
             raise KVPassError(
-                f"The weights in {folder} cannot be compared with those of the calibration: {shown(name)} is in none of "
-                "its safetensors files. Serve the folder that was calibrated."
+                f"The weights in {folder} cannot be compared with those of the calibration: {shown(name)} is in none "
+                "of its safetensors files. Serve the folder that was calibrated."
             )
         with safe_open(files[own], "pt") as file:
             found.append((name, file.get_tensor(own)))

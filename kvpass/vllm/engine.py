@@ -6,9 +6,9 @@ exact tokens belong to a companion layer with a sliding window, whose blocks vLL
 allocates both, shares them between requests with a common prefix, frees them and counts them, as for any model with two
 kinds of layers.
 
-With a calibration, pages of layers differ in size, and vLLM has blocks of one size. So all layers have one companion, and
-use the blocks of the first one, by vLLM's own sharing of caches between layers; `kvpass.paged.model_layout` describes
-their bytes.
+With a calibration, pages of layers differ in size, and vLLM has blocks of one size. So all layers have one companion,
+and use the blocks of the first one, by vLLM's own sharing of caches between layers; `kvpass.paged.model_layout`
+describes their bytes.
 """
 
 from dataclasses import dataclass, replace
@@ -302,6 +302,7 @@ class PackedAttention(AttentionImpl):
         else:
             self.window = Window(f"{_WINDOW}.{len(windows)}", self.served_as, config)
         self.layer: paged_attention.Layer | None = None
+        self.cache: Tensor | None = None
         self.place = 0
         """Which one this is of the layers that share blocks (`_share_blocks`)."""
 
@@ -369,8 +370,9 @@ def _served(config: VllmConfig, heads: int, head_dim: int) -> Served | ServedCal
         scheme.check_model(model.hf_config, folder_of(model.model, model.revision))
         ranks = parallel.tensor_parallel_size
         found = ServedCalibration(scheme, heads, head_dim, model.dtype, ranks, parallel.rank % ranks)
-    elif found is None:
+    elif found is None and isinstance(scheme, SchemeConfig):
         found = Served(scheme, model.get_total_num_hidden_layers(), heads, head_dim, model.dtype)
+    assert found is not None, "a scheme is of one of both kinds"
     PackedAttention.served[heads, head_dim] = found
     return found
 
@@ -388,8 +390,8 @@ def _share_blocks(config: VllmConfig) -> None:
     places = {index: place for place, index in enumerate(served.layers)}
     if others or {extract_layer_index(name) for name in packed} != set(places):
         raise KVPassError(
-            f"{served.scheme.name} covers layers {list(places)}, but this model has full attention in {list(packed)} and "
-            f"other layers in {others}. Use kivi-sinks."
+            f"{served.scheme.name} covers layers {list(places)}, but this model has full attention in {list(packed)} "
+            f"and other layers in {others}. Use kivi-sinks."
         )
     for name, layer in packed.items():
         layer.impl.place = places[extract_layer_index(name)]

@@ -15,13 +15,14 @@ import torch
 
 from .. import schemes
 from ..codec.allocation import Allocation
+from ..codec.calibrated_layer import CalibratedLayer
 from ..codec.spec import CodecSpec
 from ..codec.tensors import of_model
 from ..errors import KVPassError
 from ..fields import shown
 from ..paged.block_layout import BlockLayout
-from ..codec.calibrated_layer import CalibratedLayer
 from ..paged.model_layout import ModelLayout
+from ..prefix_store.chunks import LayerShape
 from ..schemes import CalibratedWaterfillConfig, LayerGeometry, LayerPlan, SchemeConfig
 from .calibrated_scheme import CALIBRATE, CalibratedScheme
 
@@ -283,13 +284,8 @@ class ServedCalibration(ServedBlocks):
     rank: int = 0
 
     def __post_init__(self) -> None:
-        for index, layer in self.layers.items():
-            (total, dim), heads = self.scheme.heads_of(index), layer.key["widths"].shape[1]
-            if (heads, dim) != (self.heads, self.head_dim):
-                raise KVPassError(
-                    f"{self.scheme.name} is for {total} heads of {dim} channels in layer {index}, but each of "
-                    f"{self.ranks} processes has {self.heads} of {self.head_dim}. {CALIBRATE}"
-                )
+        shape = LayerShape(self.heads, self.head_dim, self.dtype)
+        self.scheme.check_layers(dict.fromkeys(self.layers, shape), self.layers)
 
     @cached_property
     def layers(self) -> dict[int, CalibratedLayer]:
