@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import KVPassError
 from ..fields import check_integers
 from ..layout.pool import of_pages
-from .allocation import Ranked, check_bits, check_page_size, slots
+from .allocation import Ranked, check_bits, check_page_size, choose, slots
 from .bitpack import byte_rows, pack, unpack
 from .codec import NO_KEYS, Codec, Kept
 from .spec import CodecSpec
@@ -37,6 +37,7 @@ from .transform_coding import (
     UNIT,
     allocate,
     best_gain,
+    coordinates,
     field_widths,
     fit_axes,
     gains,
@@ -280,6 +281,15 @@ class Shares(Ranked, Codec, name="shares"):
 
     def marks_in(self, key_pages: Tensor, heads: int, spec: CodecSpec) -> Tensor:
         return high_precision_masks(key_pages, spec.page_size, heads)
+
+    def units(
+        self, x: Tensor, basis: Tensor, spec: CodecSpec, chosen: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The coordinates of whole pages ``[B, H, N * P, D]`` in ``basis``, in token order, float32, and the mask of
+        their high-precision tokens ``[B, H, N, P / 8, 1]``; None without ranks. ``chosen`` as in `by_rank`."""
+        if not self.ranked:
+            return coordinates(x, basis), None
+        return coordinates(x, basis), chosen[0] if self.follows else choose(x, spec, chosen[0])
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor]:
         """Quantize whole pages ``[B, H, N * P, D]`` to bytes ``[B, 1, N, 1, bytes]`` uint8.

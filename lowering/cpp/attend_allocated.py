@@ -54,7 +54,7 @@ def attention_source(key: CodecSpec, value: CodecSpec, head_dim: int, queries: i
         BFLOAT16=int(dtype == torch.bfloat16),
     )  # fmt: skip
     sides = (("keys", key, "allocated_scores.h"), ("values", value, "allocated_values.h"))
-    of = _shared_defines if shared else defines_of
+    of = shared_defines if shared else defines_of
     parts = [text(of(spec, head_dim), "allocated.h", file, namespace=name) for name, spec, file in sides]
     return "".join([source(defines, "tokens.h"), *parts, text({}, "allocated_parts.h")])
 
@@ -68,7 +68,7 @@ def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype
     return build(parts + text(windows, "rings.h", "allocated_attend.cpp"), types)
 
 
-def _shared_defines(spec: CodecSpec, head_dim: int) -> dict[str, int]:
+def shared_defines(spec: CodecSpec, head_dim: int) -> dict[str, int]:
     """The macros of allocated.h for calibrated bit widths (`kvpass.codec.shares`)."""
     pairs, singles = PAIRS * head_dim, head_dim
     return dict(
