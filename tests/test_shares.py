@@ -120,7 +120,7 @@ def test_pages_have_the_allocated_size(form):
 @pytest.mark.parametrize(("ranked", "adapts"), [(True, False), (False, False), (True, True)])
 def test_kernels_make_the_same_pages(ranked, adapts, dtype):
     """Of keys and of values that follow them, with tensors of the model or of each sample."""
-    x = mixed(1, 2, HEADS, 64, HEAD)
+    x, key_pages = mixed(1, 2, HEADS, 64, HEAD), None
     for follows in (False, True) if ranked else (False,):
         spec = spec_of(follows, ranked, adapts)
         given = dict(zip(of_model(spec), shared_tensors(spec, HEADS, HEAD, 1, dtype), strict=True))
@@ -128,19 +128,17 @@ def test_kernels_make_the_same_pages(ranked, adapts, dtype):
             widths = torch.stack([shared_tensors(spec_of(), HEADS, HEAD, 1)[2][0]] * 2)
             basis = torch.linalg.qr(randn(2, 2, HEADS, 4, 8, 8)).Q.flatten(2, 3)
             given |= {"basis": (basis * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)).to(dtype), "widths": widths}
-        chosen = [high_precision_masks(pages, 32, HEADS)] if follows else []
-        arguments = [given["share"], given["basis"], given["widths"]]
-        rich = chosen or ([given["queries"]] if ranked else [])
-        (expected,), (pages,) = (make(x, spec, arguments + rich) for make in (quantize_pages, _swapped))
-        assert (pages != expected).float().mean() < 1e-3  # sums of another order round differently
-        values = [dequantize_pages(expected, *arguments, spec), shares_pages.dequantize_pages([expected, *arguments], spec)]
-        torch.testing.assert_close(*values, atol=1e-4, rtol=1e-4)
+        chosen = [given["queries"]] if ranked and not follows else []
+        if key_pages is not None:
+            chosen = [high_precision_masks(key_pages, 32, HEADS)]
+        tensors = [given["share"], given["basis"], given["widths"]]
+        (key_pages,) = quantize_pages(x, spec, tensors + chosen)
+        (pages,) = shares_pages.quantize(x, tensors + chosen, spec)
+        assert (pages != key_pages).float().mean() < 1e-3  # sums of another order round differently
+        values = shares_pages.dequantize_pages([key_pages, *tensors], spec)
+        torch.testing.assert_close(values, dequantize_pages(key_pages, *tensors, spec), atol=1e-4, rtol=1e-4)
         for op in ("quantize", "dequantize", "append_", "append_layers_"):
             assert select(DispatchKey(op, "cpu", (str(spec),), head_dim=HEAD)).name == shares_pages.NAME
-
-
-def _swapped(x, spec, fitted):
-    return shares_pages.quantize(x, fitted, spec)
 
 
 def test_values_follow_their_keys():

@@ -1,5 +1,5 @@
-"""Everything that kvpass uses of vLLM; no other file imports it. tests/vllm/test_api.py reports what has changed in
-vLLM.
+"""The attention backend of packed blocks. It and `engine_metadata` are all that packed blocks use of vLLM;
+tests/vllm/test_api.py reports what has changed there.
 
 A layer's pages are in blocks of its own full-attention group, whose bytes `kvpass.paged.block_layout` describes. Its
 exact tokens belong to a companion layer with a sliding window, whose blocks vLLM frees as the window moves on. vLLM
@@ -11,7 +11,7 @@ and use the blocks of the first one, by vLLM's own sharing of caches between lay
 describes their bytes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -38,10 +38,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 from ..errors import KVPassError
 from ..lowering.page_codecs import codecs_for
 from ..paged import paged_attention
-from ..paged.batch import Batch, BlockTable
+from ..paged.batch import BlockTable
 from ..schemes import SchemeConfig
 from .calibrated_scheme import CalibratedScheme
-from .serving_config import KEY, VARIABLE, Served, ServedCalibration, SlidingBlock, check_version, scheme_asked
+from .engine_metadata import PackedMetadata, WindowBuilder, check
+from .serving_config import Served, ServedCalibration, SlidingBlock, check_version, scheme_asked
 from .store_config import folder_of
 
 logger = init_logger("vllm.kvpass")  # vLLM configures its own loggers alone
@@ -192,40 +193,6 @@ class Window(nn.Module, AttentionLayerBase):
         )
 
 
-@dataclass
-class WindowMetadata:
-    """The block table of the exact tokens."""
-
-    table: BlockTable
-
-
-class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False):
-        blocks = common_attn_metadata.block_table_tensor.long()
-        return WindowMetadata(BlockTable(blocks, self.kv_cache_spec.block_size))
-
-
-@dataclass
-class PackedMetadata:
-    """The requests of a step, without their windows, which a layer adds when it runs."""
-
-    start: Tensor
-    past: Tensor
-    total: Tensor
-    pages: BlockTable
-    lead: int
-    batch: Batch | None = None
-
-    def with_window(self, window: WindowMetadata) -> Batch:
-        """The complete batch; the layers of a group share what is computed for it."""
-        if self.batch is None:
-            self.batch = Batch(self.start, self.past, self.total, self.pages, window.table, self.lead)
-        return self.batch
-
-
 class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
     """Builds metadata for packed layers; for a group of other layers it returns vLLM's own builder."""
 
@@ -291,7 +258,7 @@ class PackedAttention(AttentionImpl):
         if found := [name for name, value in asks.items() if value]:
             raise KVPassError(f"kvpass does not support models with {', '.join(found)}: serve this one without kvpass.")
         config = get_current_vllm_config()
-        _check(config)
+        check(config)
         PackedAttention.config = config
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.softcap = num_kv_heads or num_heads, logits_soft_cap or 0.0
@@ -426,23 +393,3 @@ def _beside(config: VllmConfig) -> SlidingBlock | None:
     ]
     found = [SlidingBlock(one.block_size, one.page_size_bytes) for one in specs if isinstance(one, SlidingWindowSpec)]
     return max(found, key=lambda block: block.nbytes, default=None)
-
-
-def _check(config: VllmConfig) -> None:
-    """Raise `KVPassError` for configurations that cannot be combined with packed pages."""
-    parallel, cache = config.parallel_config, config.cache_config
-    asks = {
-        f"kv_cache_dtype={cache.cache_dtype!r}: pages have a dtype of their own": cache.cache_dtype != "auto",
-        "speculative decoding": config.speculative_config is not None,
-        "KV connectors": config.kv_transfer_config is not None,
-        "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "encoder-decoders": config.model_config.is_encoder_decoder,
-        "MLA": config.model_config.use_mla,
-        "disable_hybrid_kv_cache_manager": bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
-    }
-    if found := [name for name, there in asks.items() if there]:
-        raise KVPassError(
-            f"kvpass does not support {'; '.join(found)}. Remove that option, or serve without {KEY} in "
-            f"additional_config and {VARIABLE}."
-        )
