@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvpass.codec.affine import check_finite
 from kvpass.codec.shares import Shares, page_bytes
-from kvpass.codec.spec import CodecSpec
+from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.transform_coding import DISTORTION, GAINS_TRIED, LEAST_GAIN, OCTAVE, STEPS, UNIT
 
 from .. import reference
@@ -20,7 +20,7 @@ from .attend_allocated import shared_defines
 from .attend_codes import LANES
 from .build import build, source, text
 
-NAME = "cpp-shares"
+NAME = "cpp-calibrated"
 _FEATURES = {
     "codec=shares", "codec.follows", "codec.adapts", "codec.ranked", "per=token", "bits=8", "center", "page_rope",
     "numbered",
@@ -49,6 +49,8 @@ def _constants() -> tuple[Tensor, Tensor, Tensor]:
 def _refuses(dispatch: DispatchKey) -> str | None:
     if dispatch.device != "cpu":
         return "it runs on CPUs."
+    if not all(isinstance(parse(spec).codec, Shares) for spec in dispatch.specs):
+        return "it stores calibrated bit widths."
     return "it reads a vector of channels at a time." if dispatch.head_dim % LANES else None
 
 
