@@ -18,7 +18,7 @@ def calibrated(tiny, tmp_path_factory):
     """The folder of a calibration with many bits: weights are random, and attention is sharp."""
     ids = torch.randint(0, 512, (3, 260), generator=torch.Generator().manual_seed(0))
     model = LlamaForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    found = kvpass.calibrate(model, ids, {"scheme": "waterfill-static", "bits": 5.0}, progress=False)
+    found = kvpass.calibrate(model, ids, {"scheme": "waterfill-static", "bits": 6.0}, progress=False)
     return str(found.save(tmp_path_factory.mktemp("calibrated")))
 
 
@@ -50,8 +50,8 @@ def test_blocks_hold_what_kvpass_own_cache_does(tiny, calibrated, prompts, one_r
     answers = one_rank["phases"][0]["requests"]
     for number, prompt in enumerate(prompts):
         out = model.generate(
-            torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0,
-            return_dict_in_generate=True, output_logits=True,
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=TOKENS,
+            do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         tokens = out.sequences[0, len(prompt) :].tolist()
         scores = [float(row[0].log_softmax(-1)[token]) for row, token in zip(out.logits, tokens, strict=True)]
@@ -62,7 +62,7 @@ def test_blocks_hold_what_kvpass_own_cache_does(tiny, calibrated, prompts, one_r
 def test_a_prefix_is_found_in_blocks_that_all_layers_share(one_rank):
     first, second = (phase["requests"] for phase in one_rank["phases"])
     assert second["0"]["cached"] > 0 and second["2"]["cached"] == 0
-    assert alike(first["0"], second["0"])[0] < 0.2
+    assert alike(first["0"], second["0"])[0] < 0.5
     assert one_rank["phases"][1]["free"] == one_rank["free"]  # no block is lost
 
 
@@ -91,5 +91,5 @@ def test_the_store_keeps_chunks_by_calibrated_bits(serve, tiny, calibrated, prom
     first, second = serve(tiny, asks, **engine)["phases"]
     (third,) = serve(tiny, asks[:1], **engine)["phases"]
     assert [phase["requests"]["0"]["cached"] for phase in (first, second, third)] == [0, 640, 640]
-    assert 0 < alike(first["requests"]["0"], second["requests"]["0"])[0] < 0.2
+    assert 0 < alike(first["requests"]["0"], second["requests"]["0"])[0] < 0.5
     assert alike(second["requests"]["0"], third["requests"]["0"]).max() < 1e-5
