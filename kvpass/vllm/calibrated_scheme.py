@@ -51,16 +51,8 @@ class CalibratedScheme:
     def of(cls, folder: str) -> "CalibratedScheme":
         """Raises `KVPassError` unless ``folder`` holds a calibration whose pages need nothing of a prompt."""
         place = Path(folder).expanduser()
-        calibration = load_calibration(place)
-        scheme = calibration.scheme
-        if not isinstance(scheme, CalibratedWaterfillConfig) or scheme.form != "static":
-            form = " (hybrid: fitted to each prompt as well)" if isinstance(scheme, CalibratedWaterfillConfig) else ""
-            raise KVPassError(
-                f"{folder} holds a calibration of {scheme.name!r}{form}, and of calibrations only waterfill-static can "
-                f"be used here. {CALIBRATE}"
-            )
-        contents = b"".join(file.read_bytes() for file in sorted(place.iterdir()) if file.is_file())
-        return cls(os.path.abspath(place), sha256(contents).hexdigest())
+        files = sorted(file for file in place.iterdir() if file.is_file()) if place.is_dir() else []
+        return _found(os.path.abspath(place), tuple((file.name, file.stat().st_mtime_ns) for file in files))
 
     @property
     def name(self) -> str:
@@ -132,6 +124,20 @@ class CalibratedScheme:
         check_settings(theirs, {name: ours[name] for name in theirs}, f"{self.name} was calibrated on")
         if fingerprint_of(_tensors_in(weights, skeleton)) != model["weights"]:
             raise KVPassError(f"{self.name} was calibrated on other weights than those of {weights}. {CALIBRATE}")
+
+
+@cache
+def _found(folder: str, files: tuple[tuple[str, int], ...]) -> CalibratedScheme:
+    """The calibration in ``folder``, whose ``files`` are names and times: an engine asks once for each layer."""
+    scheme = load_calibration(folder).scheme
+    if not isinstance(scheme, CalibratedWaterfillConfig) or scheme.form != "static":
+        form = " (hybrid: fitted to each prompt as well)" if isinstance(scheme, CalibratedWaterfillConfig) else ""
+        raise KVPassError(
+            f"{folder} holds a calibration of {scheme.name!r}{form}, and of calibrations only waterfill-static can be "
+            f"used here. {CALIBRATE}"
+        )
+    contents = b"".join((Path(folder) / name).read_bytes() for name, _ in files)
+    return CalibratedScheme(folder, sha256(contents).hexdigest())
 
 
 @cache
