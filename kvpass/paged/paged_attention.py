@@ -116,9 +116,9 @@ def warm(layer: Layer, q_heads: int) -> None:
     q = layer.window.new_zeros(2, q_heads, width // 2)
     x = layer.window.new_zeros(2, heads, size, width // 2)
     first = pages.blocks[:, 0]
-    if layer.calibrated is None:  # codecs that take tensors of the model have no kernel to quantize
-        for which, (_, spec, _, codecs) in enumerate(layer.sides):
-            codecs.quantize(x, layer.fitted(which, spec.codec.quantizes_with, first), spec)
+    stored: tuple[Tensor, ...] = ()
+    for which in range(2):
+        stored = _quantized(layer, which, x, first, stored)
     for each in (layer, layer._replace(kernel=None)):
         attend(Batch(start, past, past + 1, pages, window, 0), each, q, torch.empty_like(q))
 
@@ -135,7 +135,7 @@ def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
         for (side, *_), x in zip(layer.sides, (k, v), strict=True):
             layer.blocks.head[f"{side}.sinks"][block, :, place] = x[rows]
     stored: tuple[Tensor, ...] = ()
-    for which, ((side, spec, pools, codecs), window) in enumerate(zip(layer.sides, layer.windows, strict=True)):
+    for which, ((side, spec, pools, _), window) in enumerate(zip(layer.sides, layer.windows, strict=True)):
         due = batch.due(spec.retention)
         if not len(due.owner):
             continue
@@ -146,12 +146,19 @@ def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
         elif spec.transform.center:
             _fit_centers(batch, layer.blocks.head[f"{side}.center"], due, x, spec)
             x = (x.float() - layer.blocks.head[f"{side}.center"][due.first].float()).to(x.dtype)
-        fitted = layer.fitted(which, spec.codec.quantizes_with, due.first)
-        if spec.quantizer.follows_keys:
-            fitted.append(spec.codec.marks_in(stored[0], x.shape[1], spec))
-        stored = codecs.quantize(x, fitted, spec)
+        stored = _quantized(layer, which, x, due.first, stored)
         for pool, pages in zip(pools, stored, strict=True):
             pool[due.block, :, due.slot] = pages.squeeze(2)
+
+
+def _quantized(layer: Layer, which: int, x: Tensor, first: Tensor, key_pages: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The page tensors of keys (0) or values (1) ``x`` ``[M, H, P, D]`` of requests with these first blocks. key_pages:
+    those of their keys, for values."""
+    _, spec, _, codecs = layer.sides[which]
+    fitted = layer.fitted(which, spec.codec.quantizes_with, first)
+    if spec.quantizer.follows_keys:
+        fitted.append(spec.codec.marks_in(key_pages[0], x.shape[1], spec))
+    return codecs.quantize(x, fitted, spec)
 
 
 def _fit_centers(batch: Batch, centers: Tensor, due: Due, x: Tensor, spec: CodecSpec) -> None:
