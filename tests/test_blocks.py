@@ -179,6 +179,25 @@ def test_calibrated_pages_of_several_layers_share_a_block(ranked):
         torch.testing.assert_close(*server.step(new, 10 * seed), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("reference_in_this_test")
+def test_nan_in_one_request_stops_no_other():
+    found = []
+    for broken in (False, True):
+        server = CalibratedServer(96, 16, seed=3)
+        for _ in range(2):
+            server.add()
+            server.tables[-1][0].extend(server.free.pop() for _ in range(2))
+            server.tables[-1][1].extend(server.free.pop() for _ in range(10))
+        batch = server.batch([0, 1], {0: 150, 1: 150})
+        k, v = (randn(seed, 300, HEADS, DIM) for seed in (1, 2))
+        if broken:
+            k[:150], v[:150] = torch.nan, torch.inf
+        paged_attention.store(batch, server.layer, k, v)
+        block, slot = batch.page(torch.tensor([1]), torch.tensor([0]))
+        found.append([pool[block, 0, slot].clone() for pool in (*server.layer.blocks.key, *server.layer.blocks.value)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.slow_cases("dtype1", "False")
 @pytest.mark.parametrize("ranked", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -141,6 +141,8 @@ def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
             continue
         block, place = due.tokens
         x = window[block, :, place].transpose(1, 2).contiguous()  # [M, H, P, D]
+        if layer.calibrated is not None:  # whose codec raises for NaN, which must not stop other requests
+            x = x.nan_to_num(0.0, 0.0, 0.0)
         if spec.transform.center and layer.calibrated is not None:
             x = layer.calibrated.to_pages(x, layer.calibrated.middles(due.page).unsqueeze(1))
         elif spec.transform.center:
