@@ -16,6 +16,8 @@ from transformers import DynamicCache
 
 from kvpass import models, schemes
 from kvpass.prefix_store import ChunkCodec, LayerShape
+from kvpass.schemes import SchemeConfig
+from kvpass.vllm.calibrated_scheme import CalibratedScheme
 
 
 def texts(tokenizer, count: int, length: int) -> torch.Tensor:
@@ -23,6 +25,13 @@ def texts(tokenizer, count: int, length: int) -> torch.Tensor:
     text = "\n".join(path.read_text() for path in sorted(Path(__file__).parent.parent.glob("docs/*.md")))
     ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
     return ids[: count * length].view(count, length)
+
+
+def asked(name: str) -> SchemeConfig | CalibratedScheme:
+    """A scheme by its name, its JSON, or the folder of its calibration."""
+    if Path(name).is_dir():
+        return CalibratedScheme.of(name)
+    return schemes.get(json.loads(name) if name.startswith("{") else name)
 
 
 def timed(function, *arguments, **more):
@@ -58,14 +67,17 @@ def main(arguments: argparse.Namespace) -> None:
     print("| scheme | x fewer bytes | quantized in | of the prompt | dequantized in | KL | same token |")
     print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
     for name in arguments.schemes:
-        scheme = schemes.get(json.loads(name) if name.startswith("{") else name)
-        codec = ChunkCodec(scheme, shapes, len(shapes), arguments.chunk)
+        scheme, calibrated = asked(name), None
+        if isinstance(scheme, CalibratedScheme):
+            calibrated = scheme.layers(1, 0, dtype)
+        codec = ChunkCodec(scheme, shapes, len(shapes), arguments.chunk, calibrated=calibrated)
         codec.warm()
+        numbers = range(arguments.tokens // arguments.chunk)
         spent, kl, same = [0.0, 0.0], 0.0, 0.0
         for cache, ids, right in zip(read, prompts, expected, strict=True):
-            chunks, took = timed(codec.quantize, True, *zip(*cache, strict=True))
+            chunks, took = timed(codec.quantize, numbers, *zip(*cache, strict=True))
             spent[0] += took / len(prompts)
-            found, took = timed(codec.dequantize, True, chunks)
+            found, took = timed(codec.dequantize, numbers, chunks)
             spent[1] += took / len(prompts)
             logits = scored(model, list(zip(*found, strict=True)), ids[arguments.tokens :])
             kl += float((right.exp() * (right - logits)).sum(-1).mean()) / len(prompts)

@@ -13,7 +13,7 @@ from kvpass import KVPassError
 from kvpass import ops as _ops  # noqa: F401  (registers implementations)
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.paged import paged_attention as _paged_attention  # noqa: F401  (so does this)
-from kvpass.schemes import LayerGeometry, LayerPlan, SchemeConfig, available, get
+from kvpass.schemes import CalibratedWaterfillConfig, LayerGeometry, LayerPlan, SchemeConfig, available, get
 from kvpass.vllm.serving_config import Served
 
 PAGE = Path(__file__).with_name("support.md")
@@ -51,11 +51,16 @@ def plan_of(scheme: SchemeConfig) -> LayerPlan:
     return scheme.plan_of(LayerGeometry(1, LAYERS, HEADS, HEAD_DIM, DTYPE, torch.device("cpu")))
 
 
+def shown(dispatch: DispatchKey) -> str:
+    """Who serves ``dispatch``."""
+    return select(dispatch).name.replace("cpp-calibrated", "cpp")
+
+
 def row(name: str, device: str) -> list[str]:
     """Who stores and attends on ``device``."""
     plan = plan_of(get(name))
     specs = str(plan.key), str(plan.value)
-    stores = [select(DispatchKey("append_layers_", device, (spec,), 0, HEAD_DIM)).name for spec in specs]
+    stores = [shown(DispatchKey("append_layers_", device, (spec,), 0, HEAD_DIM)) for spec in specs]
     cells = [" / ".join(dict.fromkeys(stores))]
     for queries, extras in ATTENTION.values():
         scored = ("attention mass",) if plan.key.statistic else ()
@@ -66,12 +71,14 @@ def row(name: str, device: str) -> list[str]:
 
 def in_vllm(name: str) -> str:
     """Who attends with one token of each request in vLLM, or that the scheme is refused."""
+    scheme = get(name)
     try:
-        plan = Served(get(name), LAYERS, HEADS, HEAD_DIM, DTYPE).plan
+        calibrated = isinstance(scheme, CalibratedWaterfillConfig) and scheme.form == "static"
+        plan = plan_of(scheme) if calibrated else Served(scheme, LAYERS, HEADS, HEAD_DIM, DTYPE).plan
     except KVPassError:
         return "no"
     specs = str(plan.key), str(plan.value)
-    return select(DispatchKey("paged_attend_one", "cpu", specs, 1, HEAD_DIM, DTYPE)).name
+    return shown(DispatchKey("paged_attend_one", "cpu", specs, 1, HEAD_DIM, DTYPE))
 
 
 def page() -> str:

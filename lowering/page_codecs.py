@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvpass.codec.spec import CodecSpec
 
+from .cpp import shares_pages
 from .inductor.pages import dequantize_all
 from .reference import dequantize_predicted
 from .table import DispatchKey, Implementation, select
@@ -28,5 +29,6 @@ def codecs_for(spec: CodecSpec, device: torch.device, head_dim: int, lowering: s
     def chosen(op: str) -> Implementation:
         return select(DispatchKey(op, device.type, (str(spec),), head_dim=head_dim), lowering)
 
-    dequantize = dequantize_all if chosen("dequantize").name == "inductor" else dequantize_predicted
+    own = {"inductor": dequantize_all, shares_pages.NAME: shares_pages.dequantize_pages}
+    dequantize = own.get(chosen("dequantize").name, dequantize_predicted)
     return Codecs(chosen("quantize").run, dequantize)

@@ -9,19 +9,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpass import KVPassError, schemes
-from kvpass.cache.state import KVState
+from kvpass.cache.per_cache import RotaryState
+from kvpass.cache.state import KVState, ModelTensors
+from kvpass.codec.affine import params_dtype
+from kvpass.codec.calibrated_layer import CalibratedLayer
+from kvpass.codec.page_rope import PageTables
 from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
 from kvpass.lowering.call_types import AttendCall
 from kvpass.lowering.table import select
-from kvpass.paged import flash_attention, paged_attention, single_query_cpp, single_query_inductor
+from kvpass.paged import (
+    flash_attention,
+    paged_attention,
+    single_query_calibrated,
+    single_query_cpp,
+    single_query_inductor,
+)
 from kvpass.paged.batch import Batch, BlockTable
 from kvpass.paged.block_layout import BlockLayout
 from kvpass.paged.context_spans import HIDDEN
+from kvpass.paged.model_layout import ModelLayout
 from kvpass.paged.paged_attention import Codecs, Layer
 from kvpass.schemes import LayerGeometry
 
 from common import DTYPES, only_reference, randn
+from shared_bits import shared_tensors
 
 HEADS, DIM = 2, 64
 REFERENCE = Codecs(reference.quantize, reference.dequantize_predicted)
@@ -106,6 +118,109 @@ class Server:
         key.append(k, n)
         value.append(v, n)
         return out[0].transpose(0, 1)
+
+
+class CalibratedServer(Server):
+    """The same for a scheme whose tensors belong to the model. The blocks also hold another layer."""
+
+    def __init__(self, block_size, window_size, seed, dtype=torch.float32, **fields):
+        self.plan = plan_of("waterfill-static", dtype, ropes=("half-32",), recent=32, **fields)
+        sides = [
+            shared_tensors(spec, HEADS, DIM, seed, params_dtype(dtype)) for spec in (self.plan.key, self.plan.value)
+        ]
+        self.shared = CalibratedLayer.of((self.plan.key, self.plan.value), sides)
+        pages, retention = ((40, 72), self.shared.page_bytes), self.plan.key.retention
+        self.layout = ModelLayout(pages, retention, HEADS, DIM, dtype, block_size)
+        self.random, self.dtype = random.Random(seed), dtype
+        self.sizes, self.free = (block_size, window_size), list(range(1, 400))
+        self.random.shuffle(self.free)
+        cache = torch.randint(0, 256, (400, self.layout.nbytes + 12), dtype=torch.uint8)
+        window = torch.full((400, 3 * HEADS, window_size, 2 * DIM), torch.nan, dtype=dtype)[:, HEADS : 2 * HEADS]
+        self.layer = Layer(
+            self.layout.views(cache)[1], window, self.plan.key, self.plan.value, (REFERENCE, REFERENCE), 0.3,
+            calibrated=self.shared,
+        )  # fmt: skip
+        self.lengths, self.tables, self.states = [], [], []
+
+    def add(self):
+        self.lengths.append(0)
+        self.tables.append(([], []))
+        both = []
+        for spec, tensors in ((self.plan.key, self.shared.key), (self.plan.value, self.shared.value)):
+            shared = ModelTensors(tensors.values())
+            both.append(KVState.allocate(spec, 1, HEADS, DIM, self.dtype, "cpu", 64, shared=shared))
+        key, value = both
+        value.same_layer_keys = key
+        key.rotary = RotaryState(self.plan.key, 1, DIM, self.dtype, "cpu", 2048, self.shared.angles)
+        self.states.append(both)
+
+    def alone(self, one, q, k, v):
+        n, (key, value) = self.lengths[one], self.states[one]
+        packs = [Pack.of(state.pack, state.spec) for state in (key, value)]
+        packs[0] = packs[0]._replace(page_tables=PageTables(key.rotary.cos, key.rotary.sin, "half-32"))
+        (out,) = reference.attend(AttendCall(q, *packs, n, k, v, None, True, 0.3, 0.0, key.spec, value.spec))
+        key.append(k, n)
+        value.append(v, n)
+        return out[0].transpose(0, 1)
+
+
+CALIBRATED = [{0: 1, 1: 3, 2: 150}, {0: 1, 1: 29, 2: 40}, {0: 35, 1: 1}, {2: 70, 0: 64, 1: 33}, {0: 1, 1: 1, 2: 1}]
+CALIBRATED += [{0: 1, 1: 90, 2: 1, 3: 97}, {3: 1, 0: 1}, {3: 200, 2: 1, 1: 1}, *({0: 1, 1: 1, 2: 1, 3: 1},) * 4]
+
+
+@pytest.mark.usefixtures("reference_in_this_test")
+@pytest.mark.parametrize("ranked", [True, False])
+def test_calibrated_pages_of_several_layers_share_a_block(ranked):
+    """Pages of all heads, sinks before them, and keys rotated by the numbers of their pages."""
+    server = CalibratedServer(96, 16, seed=3, ranked=ranked)
+    for _ in range(4):
+        server.add()
+    for seed, new in enumerate(CALIBRATED):
+        torch.testing.assert_close(*server.step(new, 10 * seed), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("reference_in_this_test")
+def test_nan_in_one_request_stops_no_other():
+    found = []
+    for broken in (False, True):
+        server = CalibratedServer(96, 16, seed=3)
+        for _ in range(2):
+            server.add()
+            server.tables[-1][0].extend(server.free.pop() for _ in range(2))
+            server.tables[-1][1].extend(server.free.pop() for _ in range(10))
+        batch = server.batch([0, 1], {0: 150, 1: 150})
+        k, v = (randn(seed, 300, HEADS, DIM) for seed in (1, 2))
+        if broken:
+            k[:150], v[:150] = torch.nan, torch.inf
+        paged_attention.store(batch, server.layer, k, v)
+        block, slot = batch.page(torch.tensor([1]), torch.tensor([0]))
+        found.append([pool[block, 0, slot].clone() for pool in (*server.layer.blocks.key, *server.layer.blocks.value)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.slow_cases("dtype1", "False")
+@pytest.mark.parametrize("ranked", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_calibrated_pages_equals_the_reference(dtype, ranked):
+    server = CalibratedServer(96, 16, seed=3, dtype=dtype, ranked=ranked)
+    plain, with_kernel = server.layer, paged_attention.with_kernel(server.layer)
+    assert isinstance(with_kernel.kernel, single_query_calibrated.SingleQueryAttention)
+    for _ in range(4):
+        server.add()
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    for seed, new in enumerate(CALIBRATED):
+        server.step(new, 10 * seed)
+        order = list(new)
+        single = {one: 1 for one in order}
+        past = {one: server.lengths[one] for one in order}
+        server.lengths = [n - 1 if i in past else n for i, n in enumerate(server.lengths)]
+        batch = server.batch(order, single)
+        server.lengths = [past.get(i, n) for i, n in enumerate(server.lengths)]
+        q = randn(seed, len(order), 6, DIM, dtype=dtype)
+        found = [torch.empty_like(q) for _ in range(2)]
+        for layer, out in zip((plain, with_kernel), found, strict=True):
+            paged_attention.attend(batch, layer, q, out)
+        torch.testing.assert_close(*found, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.slow_cases("e8", "higgs", "kivi-s8", "quarot", "turboquant", "kvarn", "zipcache")

@@ -37,7 +37,7 @@ def error_of(found, expected):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_identity_chunk_is_exact(dtype):
     one, (keys, values) = codec("identity", dtype), tokens(3, dtype)
-    found = one.dequantize(True, one.quantize(True, keys, values))
+    found = one.dequantize(range(3), one.quantize(range(3), keys, values))
     for side, expected in zip(found, (keys, values), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(side, expected, strict=True))
 
@@ -56,18 +56,18 @@ def test_an_identity_chunk_is_exact(dtype):
 )
 def test_a_chunk_is_what_its_codec_makes_of_it(scheme, fields, bound):
     one, (keys, values) = codec(scheme, **fields), tokens(3)
-    chunks = one.quantize(True, keys, values)
+    chunks = one.quantize(range(3), keys, values)
     for number, chunk in enumerate(chunks):
         shapes = {name: (tuple(x.shape), x.dtype) for name, x in chunk.items()}
         assert shapes == one.shapes(number == 0)
         assert sum(x.nbytes for x in chunk.values()) == one.nbytes(number == 0)
-    found = one.dequantize(True, chunks)
+    found = one.dequantize(range(3), chunks)
     for side, expected in zip(found, (keys, values), strict=True):
         assert error_of(side, expected) < bound
     for number in range(3):  # each can be dequantized alone, and quantized alone
         span = slice(number * TOKENS, (number + 1) * TOKENS)
-        alone = one.dequantize(number == 0, chunks[number : number + 1])
-        again = one.quantize(number == 0, *([x[:, span] for x in side] for side in (keys, values)))[0]
+        alone = one.dequantize([number], chunks[number : number + 1])
+        again = one.quantize([number], *([x[:, span] for x in side] for side in (keys, values)))[0]
         assert all(torch.equal(x, chunks[number][name]) for name, x in again.items())
         for side, whole in zip(alone, found, strict=True):
             assert all(torch.equal(a, b[:, span]) for a, b in zip(side, whole, strict=True))
@@ -75,7 +75,7 @@ def test_a_chunk_is_what_its_codec_makes_of_it(scheme, fields, bound):
 
 def test_sinks_are_exact_in_the_first_chunk_alone():
     one, (keys, values) = codec("kivi-sinks"), tokens(2)
-    found = one.dequantize(True, one.quantize(True, keys, values))
+    found = one.dequantize(range(2), one.quantize(range(2), keys, values))
     for side, expected in zip(found, (keys, values), strict=True):
         for a, b in zip(side, expected, strict=True):
             assert torch.equal(a[:, :4], b[:, :4])
@@ -87,7 +87,7 @@ def test_sinks_are_exact_in_the_first_chunk_alone():
 def test_kernels_make_the_same_chunks():
     """What the table chooses, against plain PyTorch."""
     keys, values = tokens(2)
-    chunks = [codec("kivi-4", sinks=4, lowering=lowering).quantize(True, keys, values)
+    chunks = [codec("kivi-4", sinks=4, lowering=lowering).quantize(range(2), keys, values)
               for lowering in ("auto", "reference")]  # fmt: skip
     for one, other in zip(*chunks, strict=True):
         assert one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
@@ -169,7 +169,7 @@ BELONGS_TO = {"scheme": "kivi-4", "skip_layers": (0, 1)}  # JSON changes tuples
 def written(tmp_path):
     """A codec, its files, and a chunk under `KEY`."""
     one = codec("kivi-4")
-    (chunk,) = one.quantize(False, *tokens(1))
+    (chunk,) = one.quantize([1], *tokens(1))
     files = ChunkFiles(tmp_path, BELONGS_TO)
     files.write(KEY, chunk)
     return one, files, chunk

@@ -39,8 +39,8 @@ def test_unknown_schemes_are_refused(asked):
         scheme_asked({"kvpass": asked}, {})
 
 
-def test_a_calibration_is_refused(tmp_path):
-    with pytest.raises(KVPassError, match="calibrated"):
+def test_a_folder_without_a_calibration_is_refused(tmp_path):
+    with pytest.raises(KVPassError, match="holds no calibration"):
         scheme_asked({"kvpass": str(tmp_path)}, {})
 
 

@@ -21,7 +21,8 @@ from kvpass.codec.shares import WIDEST, divided, fields_of, high_precision_masks
 from kvpass.codec.tensors import of_model
 from kvpass.codec.transform_coding import DISTORTION, STEPS
 from kvpass.layout.retention import HeavyHitter, Retention
-from kvpass.lowering.cpp import attend_allocated, few_tokens
+from kvpass.lowering.cpp import attend_allocated, few_tokens, shares_pages
+from kvpass.lowering.table import DispatchKey, select
 from kvpass.models.probe import probe
 from kvpass.runtime.simulated import Simulator
 from kvpass.schemes import CalibratedWaterfillConfig, LayerGeometry, get
@@ -111,6 +112,33 @@ def test_pages_have_the_allocated_size(form):
     counts = given["share"].diff(dim=-1).sum(-1)
     bits = (16 * (2 * counts[:, 0] + counts[:, 1] + 8 * counts[:, 2])).sum() + 32 * HEADS
     assert page_bytes(given["share"], spec) * 8 == int(bits)
+
+
+@pytest.mark.compiles
+@pytest.mark.slow_cases("*-bfloat16", "*-False-float16")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(("ranked", "adapts"), [(True, False), (False, False), (True, True)])
+def test_kernels_make_the_same_pages(ranked, adapts, dtype):
+    """Of keys and of values that follow them, with tensors of the model or of each sample."""
+    x, key_pages = mixed(1, 2, HEADS, 64, HEAD), None
+    for follows in (False, True) if ranked else (False,):
+        spec = spec_of(follows, ranked, adapts)
+        given = dict(zip(of_model(spec), shared_tensors(spec, HEADS, HEAD, 1, dtype), strict=True))
+        if adapts:
+            widths = torch.stack([shared_tensors(spec_of(), HEADS, HEAD, 1)[2][0]] * 2)
+            basis = torch.linalg.qr(randn(2, 2, HEADS, 4, 8, 8)).Q.flatten(2, 3)
+            given |= {"basis": (basis * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)).to(dtype), "widths": widths}
+        chosen = [given["queries"]] if ranked and not follows else []
+        if key_pages is not None:
+            chosen = [high_precision_masks(key_pages, 32, HEADS)]
+        tensors = [given["share"], given["basis"], given["widths"]]
+        (key_pages,) = quantize_pages(x, spec, tensors + chosen)
+        (pages,) = shares_pages.quantize(x, tensors + chosen, spec)
+        assert (pages != key_pages).float().mean() < 1e-3  # sums of another order round differently
+        values = shares_pages.dequantize_pages([key_pages, *tensors], spec)
+        torch.testing.assert_close(values, dequantize_pages(key_pages, *tensors, spec), atol=1e-4, rtol=1e-4)
+        for op in ("quantize", "dequantize", "append_", "append_layers_"):
+            assert select(DispatchKey(op, "cpu", (str(spec),), head_dim=HEAD)).name == shares_pages.NAME
 
 
 def test_values_follow_their_keys():

@@ -32,7 +32,7 @@ def test_options_are_read():
         ({"scheme": "kivi", "cpu_bytes": 1, "disk_bytes": 5}, "set path, too"),
         ({"scheme": "kivi", "cpu_bytes_to_use": 1}, "has no .*cpu_bytes_to_use.*it takes scheme, cpu_bytes"),
         ({"scheme": "kivi", "cpu_bytes": 1, "blocks_per_chunk": 0}, "at least 1"),
-        ({"scheme": ".", "cpu_bytes": 1}, "is a folder"),
+        ({"scheme": ".", "cpu_bytes": 1}, "holds no calibration"),
     ],
 )
 def test_anything_else_is_refused(extra, says):

@@ -163,7 +163,11 @@ class Codec:
         if pack.key_pages is None:
             raise KVPassError(NO_KEYS)
         pages = whole(pack.key_pages, first + count)[:, :, first : first + count]
-        return marks_of(pages, spec.page_size)
+        return self.marks_in(pages, pages.shape[1], spec)
+
+    def marks_in(self, key_pages: Tensor, heads: int, spec: CodecSpec) -> Tensor:
+        """`marks`, from key pages ``[B, H or 1, N, 1, bytes]`` of ``heads`` heads."""
+        return marks_of(key_pages, spec.page_size)
 
     def describe(self, quantizer: str) -> str:
         """Describe in words how values are quantized. ``quantizer`` is the description of the quantizer alone."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import KVPassError
 from ..fields import check_integers
 from ..layout.pool import of_pages
-from .allocation import Ranked, check_bits, check_page_size, slots
+from .allocation import Ranked, check_bits, check_page_size, choose, slots
 from .bitpack import byte_rows, pack, unpack
 from .codec import NO_KEYS, Codec, Kept
 from .spec import CodecSpec
@@ -37,6 +37,7 @@ from .transform_coding import (
     UNIT,
     allocate,
     best_gain,
+    coordinates,
     field_widths,
     fit_axes,
     gains,
@@ -220,6 +221,7 @@ class Shares(Ranked, Codec, name="shares"):
     tensors = {"codes": Kept(lambda spec, head_dim: (1, 0), torch.uint8)}  # the size comes from `page_bytes`
     quantizes_with = "share", "basis", "widths", "queries"
     dequantizes_with = "share", "basis", "widths"
+    dequantizes_any_bytes = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -275,7 +277,19 @@ class Shares(Ranked, Codec, name="shares"):
             raise KVPassError(NO_KEYS)
         rooms, batch = pack.pools[0].shape[2], len(pack.ring)  # key and value pools hold the same number of pages
         pool = of_pages(pack.key_pages, batch, pack.key_pages.untyped_storage().nbytes() // (batch * rooms))
-        return high_precision_masks(pool[:, :, first : first + count], spec.page_size, pack.fitted["widths"].shape[1])
+        return self.marks_in(pool[:, :, first : first + count], pack.fitted["widths"].shape[1], spec)
+
+    def marks_in(self, key_pages: Tensor, heads: int, spec: CodecSpec) -> Tensor:
+        return high_precision_masks(key_pages, spec.page_size, heads)
+
+    def units(
+        self, x: Tensor, basis: Tensor, spec: CodecSpec, chosen: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The coordinates of whole pages ``[B, H, N * P, D]`` in ``basis``, in token order, float32, and the mask of
+        their high-precision tokens ``[B, H, N, P / 8, 1]``; None without ranks. ``chosen`` as in `by_rank`."""
+        if not self.ranked:
+            return coordinates(x, basis), None
+        return coordinates(x, basis), chosen[0] if self.follows else choose(x, spec, chosen[0])
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor]:
         """Quantize whole pages ``[B, H, N * P, D]`` to bytes ``[B, 1, N, 1, bytes]`` uint8.

@@ -21,9 +21,9 @@ DISTORTION = 1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.000303
 """Squared error of these quantizers, for 0 to 8 bits."""
 _SHRINKAGE = 0.05  # shrinks the covariance towards its diagonal; a term for the number of tokens is added
 _FLOOR = 0.02  # minimum cost of a channel relative to the mean: later queries may differ from the prompt's
-_OCTAVE, UNIT = 16, 128  # gain levels per factor of 2, and the level of gain 1
-_TRIED = 0, -6, -3, 3, 6  # gain levels to try, relative to the size of a token's coordinates
-_LEAST_GAIN, _LEAST_VARIANCE = 1e-9, 2.0**-16  # a basis is stored in 16 bits
+OCTAVE, UNIT = 16, 128  # gain levels per factor of 2, and the level of gain 1
+GAINS_TRIED = 0, -6, -3, 3, 6  # gain levels to try, relative to the size of a token's coordinates
+LEAST_GAIN, _LEAST_VARIANCE = 1e-9, 2.0**-16  # a basis is stored in 16 bits
 SHIFTS = 8  # number of possible shifts of a field in its code
 
 
@@ -162,11 +162,11 @@ def best_gain(units: Tensor, steps: Tensor, most: Tensor, widths: Tensor) -> tup
     size = ((units * used).square().sum(-1, keepdim=True) / used.sum(-1, keepdim=True).clamp_min(1)).sqrt()
     if units.device.type == "cpu":
         check_finite(size)
-    first = (size.clamp_min(_LEAST_GAIN).log2() * _OCTAVE).round()
+    first = (size.clamp_min(LEAST_GAIN).log2() * OCTAVE).round()
     least, levels, codes = torch.full_like(size, torch.inf), torch.zeros_like(first), torch.zeros_like(units)
-    for more in _TRIED:
+    for more in GAINS_TRIED:
         tried = (first + more).clamp(-UNIT, 255 - UNIT)
-        step = steps * torch.exp2(tried / _OCTAVE)
+        step = steps * torch.exp2(tried / OCTAVE)
         found = (units / step + most / 2).round().clamp(min=0).minimum(most)
         error = (((found - most / 2) * step - units).square() * worth).sum(-1, keepdim=True)
         better = error < least
@@ -176,7 +176,7 @@ def best_gain(units: Tensor, steps: Tensor, most: Tensor, widths: Tensor) -> tup
 
 def gains(stored: Tensor) -> Tensor:
     """Gains, float32, from their stored levels."""
-    return torch.exp2((stored.float() - UNIT) / _OCTAVE)
+    return torch.exp2((stored.float() - UNIT) / OCTAVE)
 
 
 def middle(bits: int) -> float:

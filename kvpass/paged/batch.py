@@ -55,12 +55,14 @@ class Due(NamedTuple):
     """Pages that leave the window, M of them.
 
     owner, first: ``[M]``, the request of each, and the first block of that request.
+    page: ``[M]``, its number in the request.
     block, slot: ``[M]``, where the page is stored.
     tokens: block and place ``[M, P]`` of the page's tokens in the window.
     """
 
     owner: Tensor
     first: Tensor
+    page: Tensor
     block: Tensor
     slot: Tensor
     tokens: tuple[Tensor, Tensor]
@@ -164,7 +166,7 @@ class Batch:
         page = page + first[owner]
         within = torch.arange(retention.page_size, device=page.device)
         tokens = self.window.find(owner[:, None], retention.sinks + page[:, None] * retention.page_size + within)
-        return Due(owner, self.pages.blocks[owner, 0], *self.page(owner, page), tokens)
+        return Due(owner, self.pages.blocks[owner, 0], page, *self.page(owner, page), tokens)
 
     @cached_property
     def tiles(self) -> list[Tiles]:

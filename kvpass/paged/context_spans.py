@@ -21,11 +21,13 @@ class Places(NamedTuple):
 
     block, place: ``[A, C]`` in the window; or first blocks ``[A, 1]`` and sinks ``[A, C]``; or blocks and slots of
     pages ``[A, C / P]``.
+    page: of pages, their numbers in their requests ``[A, C / P]``.
     """
 
     kind: Literal["pages", "window", "sinks"]
     block: Tensor
     place: Tensor
+    page: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def _parts(batch: Batch, tiles: Tiles, key: Retention, value: Retention, at_once
     both, either = torch.minimum(k_pages, v_pages), torch.maximum(k_pages, v_pages)
 
     def pages(owner: Tensor, page: Tensor) -> Places:
-        return Places("pages", *batch.page(owner[:, None], page))
+        return Places("pages", *batch.page(owner[:, None], page), page)
 
     def exact(owner: Tensor, token: Tensor) -> Places:
         return Places("window", *batch.window.find(owner[:, None], token))

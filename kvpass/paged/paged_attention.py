@@ -6,18 +6,19 @@ tokens from pages, and exact ones, including those of the step, from the window.
 accumulates, so that memory does not grow with contexts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..codec.calibrated_layer import CalibratedLayer
 from ..codec.center import fit_centers
 from ..codec.spec import CodecSpec
 from ..lowering.page_codecs import Codecs
 from ..lowering.table import DispatchKey, implements, select
-from . import flash_attention, single_query_cpp, single_query_inductor
+from . import flash_attention, single_query_calibrated, single_query_cpp, single_query_inductor
 from .batch import Batch, BlockTable, Due, Tiles, pages_of
 from .block_layout import Blocks
 from .context_spans import Places, Span, spans
@@ -33,6 +34,8 @@ class Layer(NamedTuple):
 
     window: ``[blocks, H, tokens, 2 * D]``, keys and values.
     codecs: those of keys and of values.
+    calibrated: what a calibration has fitted to the layer, for codecs that take tensors of the model; then the keys and
+        values of all heads share a page.
     softcap: 0 for none.
     kernel: ``(q, batch, tiles)`` to the attention of one token of each request, ``[N, H_q, D]``, as `with_kernel`
         chooses it; None dequantizes pages, as for several tokens.
@@ -45,6 +48,7 @@ class Layer(NamedTuple):
     codecs: tuple[Codecs, Codecs]
     scale: float
     softcap: float = 0.0
+    calibrated: CalibratedLayer | None = None
     kernel: Callable[[Tensor, Batch, Tiles], Tensor] | None = None
 
     def dispatch(self, op: str, queries: int) -> DispatchKey:
@@ -66,6 +70,14 @@ class Layer(NamedTuple):
         keys, values = self.window.split(self.window.shape[-1] // 2, -1)
         return keys, values
 
+    def fitted(self, which: int, names: Sequence[str], first: Tensor) -> list[Tensor]:
+        """Those of the tensors ``names`` that keys (0) or values (1) have: of the model, or of the requests whose first
+        blocks are ``first``."""
+        if self.calibrated is None:
+            return self.blocks.fitted(self.sides[which][0], tuple(names), first)
+        tensors = (self.calibrated.key, self.calibrated.value)[which]
+        return [tensors[name] for name in names if name in tensors]
+
     def read(self, which: int, span: Span, dtype: torch.dtype) -> Tensor:
         """Keys (0) or values (1) of a span: ``[A, H, C, D]`` of ``dtype``."""
         parts = [self._read(which, part[which], span.first).to(dtype) for part in span.parts]
@@ -79,8 +91,12 @@ class Layer(NamedTuple):
         if places.kind == "sinks":
             return self.blocks.head[f"{side}.sinks"][at].transpose(1, 2)
         kept = [pool[at].transpose(1, 2) for pool in pools]  # [A, H, C / P, ...]
-        values = codecs.dequantize([*kept, *self.blocks.fitted(side, spec.codec.dequantizes_with, first)], spec, (), ())
-        if spec.transform.center:
+        fitted = self.fitted(which, spec.codec.dequantizes_with, first)
+        values = codecs.dequantize([*kept, *fitted], spec, (), ())
+        if spec.transform.center and self.calibrated is not None:
+            assert places.page is not None, "pages have numbers"
+            values = self.calibrated.from_pages(values, self.calibrated.middles(places.page))
+        elif spec.transform.center:
             values = values + self.blocks.head[f"{side}.center"][first].float()
         return values.to(self.window.dtype)  # as a cache dequantizes them
 
@@ -100,8 +116,9 @@ def warm(layer: Layer, q_heads: int) -> None:
     q = layer.window.new_zeros(2, q_heads, width // 2)
     x = layer.window.new_zeros(2, heads, size, width // 2)
     first = pages.blocks[:, 0]
-    for side, spec, _, codecs in layer.sides:
-        codecs.quantize(x, layer.blocks.fitted(side, spec.codec.quantizes_with, first), spec)
+    stored: tuple[Tensor, ...] = ()
+    for which in range(2):
+        stored = _quantized(layer, which, x, first, stored)
     for each in (layer, layer._replace(kernel=None)):
         attend(Batch(start, past, past + 1, pages, window, 0), each, q, torch.empty_like(q))
 
@@ -117,18 +134,33 @@ def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
         rows, block, place = found
         for (side, *_), x in zip(layer.sides, (k, v), strict=True):
             layer.blocks.head[f"{side}.sinks"][block, :, place] = x[rows]
-    for (side, spec, pools, codecs), window in zip(layer.sides, layer.windows, strict=True):
+    stored: tuple[Tensor, ...] = ()
+    for which, ((side, spec, pools, _), window) in enumerate(zip(layer.sides, layer.windows, strict=True)):
         due = batch.due(spec.retention)
         if not len(due.owner):
             continue
         block, place = due.tokens
         x = window[block, :, place].transpose(1, 2).contiguous()  # [M, H, P, D]
-        if spec.transform.center:
+        if layer.calibrated is not None:  # whose codec raises for NaN, which must not stop other requests
+            x = x.nan_to_num(0.0, 0.0, 0.0)
+        if spec.transform.center and layer.calibrated is not None:
+            x = layer.calibrated.to_pages(x, layer.calibrated.middles(due.page).unsqueeze(1))
+        elif spec.transform.center:
             _fit_centers(batch, layer.blocks.head[f"{side}.center"], due, x, spec)
             x = (x.float() - layer.blocks.head[f"{side}.center"][due.first].float()).to(x.dtype)
-        fitted = layer.blocks.fitted(side, spec.codec.quantizes_with, due.first)
-        for pool, pages in zip(pools, codecs.quantize(x, fitted, spec), strict=True):
+        stored = _quantized(layer, which, x, due.first, stored)
+        for pool, pages in zip(pools, stored, strict=True):
             pool[due.block, :, due.slot] = pages.squeeze(2)
+
+
+def _quantized(layer: Layer, which: int, x: Tensor, first: Tensor, key_pages: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The page tensors of keys (0) or values (1) ``x`` ``[M, H, P, D]`` of requests with these first blocks. key_pages:
+    those of their keys, for values."""
+    _, spec, _, codecs = layer.sides[which]
+    fitted = layer.fitted(which, spec.codec.quantizes_with, first)
+    if spec.quantizer.follows_keys:
+        fitted.append(spec.codec.marks_in(key_pages[0], x.shape[1], spec))
+    return codecs.quantize(x, fitted, spec)
 
 
 def _fit_centers(batch: Batch, centers: Tensor, due: Due, x: Tensor, spec: CodecSpec) -> None:
@@ -174,8 +206,14 @@ def _single(layer: Layer, q: Tensor, batch: Batch, tiles: Tiles) -> Tensor:
     return _attend(batch, tiles, layer, q).squeeze(1)
 
 
-for _name, _module in (("inductor", single_query_inductor), ("cpp", single_query_cpp)):  # the last is preferred
-    implements("paged_attend_one", _name, _module.HAS, _module.refuses)(_module.SingleQueryAttention)
+for _name, _module in (  # the last is preferred
+    ("inductor", single_query_inductor),
+    ("cpp", single_query_cpp),
+    ("cpp-calibrated", single_query_calibrated),
+):
+    implements("paged_attend_one", _name, _module.HAS, _module.refuses, lowering=_name.partition("-")[0])(
+        _module.SingleQueryAttention
+    )
 
 
 @implements("paged_attend", "reference")

@@ -5,18 +5,21 @@ a store may drop any chunk of a prefix, and a request may begin in the middle of
 Layers of the same shape and plan are quantized in one call.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..codec.calibrated_layer import CalibratedLayer
 from ..codec.center import fit_center
+from ..codec.page_rope import middle
 from ..codec.spec import CodecSpec
 from ..codec.tensors import fitted_shapes, of_model, of_sequence, page_shapes
 from ..errors import KVPassError
-from ..lowering.page_codecs import codecs_for
+from ..lowering.page_codecs import Codecs, codecs_for
 from ..schemes import LayerGeometry, LayerPlan, SchemeConfig
 
 _AT_ONCE = 1 << 24  # values of keys or values that are quantized at a time
@@ -40,13 +43,34 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of the tensors of a chunk, by name."""
 
 
-@dataclass(frozen=True)
+class Scheme(Protocol):
+    """What plans layers: a `SchemeConfig`, or a calibration of one."""
+
+    @property
+    def name(self) -> str: ...
+
+    def plan_of(self, layer: LayerGeometry) -> LayerPlan: ...
+
+
+@dataclass(frozen=True, eq=False)
 class _Alike:
     """Layers that are stored alike, by their places in a group."""
 
     shape: LayerShape
     plan: LayerPlan
     layers: tuple[int, ...]
+    calibrated: CalibratedLayer | None = None
+
+    def page_shapes(self, side: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """`page_shapes` of keys (0) or values (1); those of all heads together if the layer is calibrated."""
+        if self.calibrated is not None:
+            return {"codes": ((1, self.calibrated.page_bytes[side]), torch.uint8)}
+        return page_shapes(self.sides[side][1], self.shape.head_dim, self.shape.dtype)
+
+    @property
+    def page_heads(self) -> int:
+        """Heads of a page's tensors."""
+        return 1 if self.calibrated is not None else self.shape.heads
 
     @property
     def sides(self) -> tuple[tuple[str, CodecSpec], tuple[str, CodecSpec]]:
@@ -56,10 +80,11 @@ class _Alike:
 class ChunkCodec:
     """Quantizes and dequantizes chunks of ``tokens`` tokens.
 
-    scheme: any whose pages need nothing but the tokens in them.
+    scheme: any whose pages need nothing but the tokens in them, or a calibration's tensors.
     layers: the layer of the model that each cache layer belongs to, and its shape.
     num_layers: layers of the model.
     lowering: as in `kvpass.apply`.
+    calibrated: the tensors of each of ``layers``, if ``scheme`` is calibrated.
 
     Raises `KVPassError`, which names an alternative, if the scheme stores more than that, or if its pages do not fit
     the heads or the chunk.
@@ -67,12 +92,13 @@ class ChunkCodec:
 
     def __init__(
         self,
-        scheme: SchemeConfig,
+        scheme: Scheme,
         layers: Mapping[int, LayerShape],
         num_layers: int,
         tokens: int,
         device: torch.device | str = "cpu",
         lowering: str = "auto",
+        calibrated: Mapping[int, CalibratedLayer] | None = None,
     ) -> None:
         self.tokens, self.device = tokens, torch.device(device)
         plans = plans_of(scheme, layers, num_layers)
@@ -85,6 +111,11 @@ class ChunkCodec:
         for place, (index, shape) in enumerate(layers.items()):
             alike.setdefault((shape, plans[index]), []).append(place)
         self._alike = [_Alike(shape, plan, tuple(places)) for (shape, plan), places in alike.items()]
+        if calibrated is not None:  # their pages differ in size
+            self._alike = [
+                _Alike(shape, plans[index], (place,), calibrated[index])
+                for place, (index, shape) in enumerate(layers.items())
+            ]
         for one in self._alike:
             if max(spec.retention.sinks for _, spec in one.sides) >= tokens:
                 raise KVPassError(f"All {tokens} tokens of a chunk would be sinks: use larger chunks, or fewer sinks.")
@@ -98,15 +129,15 @@ class ChunkCodec:
         found: Shapes = {}
         for number, one in enumerate(self._alike):
             lead, head_dim, dtype = (len(one.layers), one.shape.heads), one.shape.head_dim, one.shape.dtype
-            for side, spec in one.sides:
+            for which, (side, spec) in enumerate(one.sides):
                 name, pages = f"{number}.{side}", self.tokens // spec.page_size
                 if first and spec.retention.sinks:
                     found[f"{name}.sinks"] = (*lead, spec.retention.sinks, head_dim), dtype
                 for part, (shape, kind) in fitted_shapes(spec, head_dim, dtype).items():
                     found[f"{name}.{part}"] = (*lead, *shape), kind
-                for part, (shape, kind) in page_shapes(spec, head_dim, dtype).items():
+                for part, (shape, kind) in one.page_shapes(which).items():
                     if prod(shape):
-                        found[f"{name}.{part}"] = (*lead, pages, *shape), kind
+                        found[f"{name}.{part}"] = (len(one.layers), one.page_heads, pages, *shape), kind
         return found
 
     def nbytes(self, first: bool) -> int:
@@ -120,77 +151,104 @@ class ChunkCodec:
                      for one in self._alike)  # fmt: skip
         return 2 * values * self.tokens
 
-    def quantize(self, first: bool, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Chunk]:
-        """Quantize N consecutive chunks.
+    def quantize(self, numbers: Sequence[int], keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Chunk]:
+        """Quantize N chunks.
 
-        first: whether the first of them is the first of its prompt.
+        numbers: the number of each in its prompt, in ascending order.
         keys, values: of each layer: ``[H, N * tokens, D]``.
         """
-        count = keys[0].shape[1] // self.tokens
-        chunks: list[Chunk] = [{} for _ in range(count)]
+        chunks: list[Chunk] = [{} for _ in numbers]
         at_once = max(1, _AT_ONCE // max(1, self.full_nbytes // keys[0].element_size() // 2))
-        for start in range(0, count, at_once):
-            some = chunks[start : start + at_once]
+        for start in range(0, len(chunks), at_once):
+            some, theirs = chunks[start : start + at_once], numbers[start : start + at_once]
             span = slice(start * self.tokens, (start + len(some)) * self.tokens)
             for number, one in enumerate(self._alike):
-                for (side, spec), codecs, given in zip(one.sides, self._codecs[number], (keys, values), strict=True):
+                key_pages = None
+                for which, given in enumerate((keys, values)):
                     x = torch.stack([given[place][:, span] for place in one.layers])  # [L, H, n * T, D]
                     x = x.unflatten(2, (len(some), -1)).movedim(2, 0)  # [n, L, H, T, D]
-                    for name, tensor in self._side(x, spec, first and not start, codecs.quantize):
+                    found = dict(self._side(x, one, which, theirs, self._codecs[number][which], key_pages))
+                    key_pages = found.get("codes")
+                    for name, tensor in found.items():
                         for chunk, part in zip(some, tensor, strict=False):
-                            chunk[f"{number}.{side}.{name}"] = part
+                            chunk[f"{number}.{one.sides[which][0]}.{name}"] = part
         return [{name: part.to("cpu", copy=True).contiguous() for name, part in chunk.items()} for chunk in chunks]
 
     def _side(
-        self, x: Tensor, spec: CodecSpec, first: bool, quantize: Callable[..., tuple[Tensor, ...]]
+        self, x: Tensor, one: _Alike, which: int, numbers: Sequence[int], codecs: Codecs, key_pages: Tensor | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors ``[n, L, H, ...]`` of keys or values ``x`` ``[n, L, H, T, D]``; sinks only of the first."""
-        sinks = spec.retention.sinks
-        if first and sinks:
+        """Names and tensors ``[n, L, H, ...]`` of keys (0) or values (1) ``x`` ``[n, L, H, T, D]`` of chunks
+        ``numbers``; sinks only of the first of a prompt."""
+        spec, lead = one.sides[which][1], x.shape[:2]
+        sinks, fitted = spec.retention.sinks, []
+        if numbers[0] == 0 and sinks:
             yield "sinks", x[:1, ..., :sinks, :].clone()
             x = x.clone()
             x[0, ..., :sinks, :] = x[0, ..., sinks : sinks + 1, :]  # so that pages begin where chunks do
-        lead, x = x.shape[:2], x.flatten(0, 1).contiguous()
-        if spec.transform.center:
+        x = x.flatten(0, 1).contiguous()
+        if one.calibrated is not None:
+            tensors = (one.calibrated.key, one.calibrated.value)[which]
+            fitted = [tensors[name] for name in spec.codec.quantizes_with if name in tensors]
+            if spec.quantizer.follows_keys:
+                assert key_pages is not None, "keys come first"
+                fitted.append(spec.codec.marks_in(key_pages.flatten(0, 1), one.shape.heads, spec))
+            if spec.transform.center:
+                x = one.calibrated.to_pages(x, self._middles(numbers, spec))
+        elif spec.transform.center:
             center = fit_center(x, fitted_shapes(spec, x.shape[-1], x.dtype)["center"][1])
             yield "center", center.unflatten(0, lead)
             x = (x.float() - center.float()).to(x.dtype)
-        names = page_shapes(spec, x.shape[-1], x.dtype)
-        for name, tensor in zip(names, quantize(x, [], spec), strict=True):
+        for name, tensor in zip(one.page_shapes(which), codecs.quantize(x, fitted, spec), strict=True):
             if tensor.numel():
                 yield name, tensor.unflatten(0, lead)
 
-    def dequantize(self, first: bool, chunks: Sequence[Mapping[str, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    def _middles(self, numbers: Sequence[int], spec: CodecSpec) -> Tensor:
+        """The numbers of the middle tokens of the pages of chunks: ``[n, pages]``."""
+        first = torch.tensor(numbers, device=self.device).unsqueeze(1) * self.tokens
+        return first + torch.arange(0, self.tokens, spec.page_size, device=self.device) + middle(spec.page_size)
+
+    def dequantize(
+        self, numbers: Sequence[int], chunks: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Inverse of `quantize` up to rounding: keys and values of each layer, ``[H, N * tokens, D]``."""
         layers = sum(len(one.layers) for one in self._alike)
         found: tuple[list[Tensor], list[Tensor]] = ([torch.empty(0)] * layers, [torch.empty(0)] * layers)
         for number, one in enumerate(self._alike):
-            for (side, spec), codecs, into in zip(one.sides, self._codecs[number], found, strict=True):
+            for which, ((side, spec), into) in enumerate(zip(one.sides, found, strict=True)):
                 parts = [
                     {name.split(".", 2)[2]: part.to(self.device) for name, part in chunk.items()
                      if name.startswith(f"{number}.{side}.")}
                     for chunk in chunks
                 ]  # fmt: skip
-                x = self._tokens(parts, one, spec, codecs.dequantize)  # [n, L, H, T, D]
-                if first and spec.retention.sinks:
+                x = self._tokens(parts, one, which, numbers, self._codecs[number][which])  # [n, L, H, T, D]
+                if numbers[0] == 0 and spec.retention.sinks:
                     x[0, ..., : spec.retention.sinks, :] = parts[0]["sinks"]
                 for place, layer in zip(one.layers, x.movedim(0, 2).flatten(2, 3), strict=True):
                     into[place] = layer
         return found
 
     def _tokens(
-        self, parts: Sequence[Mapping[str, Tensor]], one: _Alike, spec: CodecSpec, dequantize: Callable[..., Tensor]
+        self,
+        parts: Sequence[Mapping[str, Tensor]],
+        one: _Alike,
+        which: int,
+        numbers: Sequence[int],
+        codecs: Codecs,
     ) -> Tensor:
-        lead = (len(parts), len(one.layers))
-        kept = []
-        for name, (shape, dtype) in page_shapes(spec, one.shape.head_dim, one.shape.dtype).items():
+        lead, spec, kept = (len(parts), len(one.layers)), one.sides[which][1], []
+        for name, (shape, dtype) in one.page_shapes(which).items():
             if prod(shape):
                 kept.append(torch.cat([part[name] for part in parts]))
             else:
                 pages = self.tokens // spec.page_size
-                kept.append(torch.empty(prod(lead), one.shape.heads, pages, *shape, dtype=dtype, device=self.device))
-        x = dequantize(kept, spec, (), ())
-        if spec.transform.center:
+                kept.append(torch.empty(prod(lead), one.page_heads, pages, *shape, dtype=dtype, device=self.device))
+        if one.calibrated is not None:
+            tensors = (one.calibrated.key, one.calibrated.value)[which]
+            kept += [tensors[name] for name in spec.codec.dequantizes_with]
+        x = codecs.dequantize(kept, spec, (), ())
+        if spec.transform.center and one.calibrated is not None:
+            x = one.calibrated.from_pages(x, self._middles(numbers, spec))
+        elif spec.transform.center:
             x = x + torch.cat([part["center"] for part in parts]).float()
         tokens: Tensor = x.to(one.shape.dtype).unflatten(0, lead)
         return tokens
@@ -200,15 +258,17 @@ class ChunkCodec:
         shapes = {place: one.shape for one in self._alike for place in one.layers}
         x = [torch.randn(shape.heads, self.tokens, shape.head_dim, device=self.device).to(shape.dtype)
              for _, shape in sorted(shapes.items())]  # fmt: skip
-        self.dequantize(True, self.quantize(True, x, x))
+        self.dequantize([0], self.quantize([0], x, x))
 
 
-def plans_of(scheme: SchemeConfig, layers: Mapping[int, LayerShape], num_layers: int) -> dict[int, LayerPlan]:
+def plans_of(scheme: Scheme, layers: Mapping[int, LayerShape], num_layers: int) -> dict[int, LayerPlan]:
     """The plans of ``layers``. Raises `KVPassError` if a chunk cannot be stored by them."""
-    if scheme.needs_calibration:
+    calibrated = not isinstance(scheme, SchemeConfig)
+    if isinstance(scheme, SchemeConfig) and scheme.needs_calibration:
         raise KVPassError(
-            f"{scheme.name!r} must be calibrated on a model, and the prefix store does not read calibrations yet. Use "
-            "kivi-4, or kivi-sinks for fewer bits."
+            f"{scheme.name!r} must be calibrated on a model: pass the folder of its calibration, which "
+            "`python -m kvpass calibrate --scheme waterfill-static` writes. Use kivi-4, or kivi-sinks for fewer bits, "
+            "without one."
         )
     found: dict[int, LayerPlan] = {}
     for index, shape in layers.items():
@@ -219,7 +279,7 @@ def plans_of(scheme: SchemeConfig, layers: Mapping[int, LayerShape], num_layers:
         plan = found[index] = scheme.plan_of(geometry)
         shared = (plan.key_source, plan.value_source) != (None, None)
         for name, spec in (("keys", plan.key), ("values", plan.value)):
-            if reason := refusal(spec, shared):
+            if not calibrated and (reason := refusal(spec, shared)):
                 raise KVPassError(f"The prefix store cannot keep the {name} of {scheme.name!r}. {reason}")
     return found
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -28,8 +29,13 @@ _SHOWN = 3  # differences listed in a message
 def fingerprint(model: nn.Module) -> str:
     """A digest of the names, shapes and some values of the weights. It is the same for any dtype that represents the
     values, and in each of the processes that shard them."""
+    return fingerprint_of(model.state_dict().items())
+
+
+def fingerprint_of(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """`fingerprint` of a model's ``weights`` by name."""
     digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
+    for name, weight in sorted(weights, key=itemgetter(0)):
         digest.update(f"{name}{tuple(weight.shape)}".encode())
         if weight.is_floating_point() and weight.numel():
             flat = _whole(weight.detach()).reshape(-1)
@@ -61,9 +67,16 @@ def settings(model: nn.Module) -> dict[str, Any]:
                 found.setdefault(re.sub(r"\b\d+\b", "*", f"{path}.{name}".lstrip(".")), []).append(plain)
     common = {key: all(value == values[0] for value in values) for key, values in found.items()}
     of_modules = {key: values[0] if common[key] else values for key, values in found.items()}
-    of_config = {f"config.{name}": value for name, value in _fields(model.config.to_dict())}
-    as_read: dict[str, Any] = json.loads(json.dumps(of_config | of_modules))
-    return as_read
+    as_read: dict[str, Any] = json.loads(json.dumps(of_modules))
+    return settings_of_config(model.config) | as_read
+
+
+def settings_of_config(config: PreTrainedConfig) -> dict[str, Any]:
+    """The part of `settings` that a model's ``config`` has."""
+    found: dict[str, Any] = json.loads(
+        json.dumps({f"config.{name}": value for name, value in _fields(config.to_dict())})
+    )
+    return found
 
 
 def check_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str) -> None:

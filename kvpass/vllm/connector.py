@@ -39,9 +39,10 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from ..errors import KVPassError
 from ..prefix_store import ChunkCodec, ChunkFiles, LayerShape
 from ..prefix_store.chunks import plans_of
+from .calibrated_scheme import CalibratedScheme
 from .engine_blocks import EngineBlocks
 from .serving_config import check_version
-from .store_config import StoreConfig, weights_of
+from .store_config import StoreConfig, folder_of, weights_of
 from .store_manager import GroupSizes, StoreManager
 from .store_worker import Group, StoreWorker
 
@@ -89,14 +90,24 @@ class KVPassConnector(OffloadingConnector):
         self.store = StoreConfig.of(transfer.kv_connector_extra_config)
         groups = {index: one for index, one in enumerate(kv_cache_config.kv_cache_groups)
                   if one.kv_cache_spec.prefix_cacheable}  # fmt: skip
-        self.per = self._blocks_per_chunk(groups)
-        self.codecs = {index: self._codec(group, "cpu", "reference") for index, group in groups.items()}
+        self.per, ranks = self._blocks_per_chunk(groups), vllm_config.parallel_config.world_size
+        if isinstance(self.store.scheme, CalibratedScheme):
+            model = vllm_config.model_config
+            self.store.scheme.check_model(model.hf_config, folder_of(model.model, model.revision))
+        of_ranks = [
+            {index: self._codec(group, "cpu", "reference", rank) for index, group in groups.items()}
+            for rank in range(ranks if isinstance(self.store.scheme, CalibratedScheme) else 1)
+        ]  # ranks differ only in calibrated bit widths
+        self.codecs = of_ranks[0]
         config = build_offloading_config(vllm_config, kv_cache_config)
         config = replace(config, cache=replace(config.cache, blocks_per_chunk=self.per))
         self._canonical_layout = False
-        ranks = vllm_config.parallel_config.world_size
-        sizes = {index: GroupSizes(codec.tokens, *(ranks * codec.nbytes(first) for first in (True, False)))
-                 for index, codec in self.codecs.items()}  # fmt: skip
+        sizes = {
+            index: GroupSizes(codec.tokens, *(
+                ranks // len(of_ranks) * sum(one[index].nbytes(first) for one in of_ranks) for first in (True, False)
+            ))
+            for index, codec in self.codecs.items()
+        }  # fmt: skip
         largest = max(one.first for one in sizes.values())
         if 0 < self.store.cpu_bytes < largest:
             raise KVPassError(f"cpu_bytes={self.store.cpu_bytes} does not hold one chunk, which takes {largest} bytes.")
@@ -123,10 +134,14 @@ class KVPassConnector(OffloadingConnector):
             pages += [spec.page_size for plan in plans.values() for spec in (plan.key, plan.value)]
         return self.store.chunk_of([group.kv_cache_spec.block_size for group in groups.values()], pages)
 
-    def _codec(self, group: KVCacheGroupSpec, device: torch.device | str, lowering: str) -> ChunkCodec:
-        layers = self._vllm_config.model_config.get_total_num_hidden_layers()
-        tokens = group.kv_cache_spec.block_size * self.per
-        return ChunkCodec(self.store.scheme, self._shapes(group), layers, tokens, device, lowering)
+    def _codec(self, group: KVCacheGroupSpec, device: torch.device | str, lowering: str, rank: int) -> ChunkCodec:
+        layers, scheme = self._vllm_config.model_config.get_total_num_hidden_layers(), self.store.scheme
+        tokens, shapes, calibrated = group.kv_cache_spec.block_size * self.per, self._shapes(group), None
+        if isinstance(scheme, CalibratedScheme):
+            ranks, dtype = self._vllm_config.parallel_config.tensor_parallel_size, group.kv_cache_spec.dtype
+            calibrated = scheme.layers(ranks, rank, dtype, torch.device(device))
+            scheme.check_layers(shapes, calibrated)
+        return ChunkCodec(scheme, shapes, layers, tokens, device, lowering, calibrated)
 
     def _files(self, config: VllmConfig) -> ChunkFiles | None:
         if self.store.path is None:
@@ -159,7 +174,7 @@ class KVPassConnector(OffloadingConnector):
             for name in group.layer_names:
                 sizes = spec.num_kv_heads, spec.head_size, spec.block_size, config.num_blocks
                 layers.append(EngineBlocks(context[name], kv_caches[name], *sizes))
-            codec = self._codec(group, layers[0].device, "auto")
+            codec = self._codec(group, layers[0].device, "auto", self._vllm_config.parallel_config.rank)
             start = time.perf_counter()
             codec.warm()
             groups[index] = Group(codec, layers, self.per)

@@ -1,13 +1,17 @@
-"""Everything that kvpass uses of vLLM; no other file imports it. tests/vllm/test_api.py reports what has changed in
-vLLM.
+"""The attention backend of packed blocks. It and `engine_metadata` are all that packed blocks use of vLLM;
+tests/vllm/test_api.py reports what has changed there.
 
 A layer's pages are in blocks of its own full-attention group, whose bytes `kvpass.paged.block_layout` describes. Its
 exact tokens belong to a companion layer with a sliding window, whose blocks vLLM frees as the window moves on. vLLM
 allocates both, shares them between requests with a common prefix, frees them and counts them, as for any model with two
 kinds of layers.
+
+With a calibration, pages of layers differ in size, and vLLM has blocks of one size. So all layers have one companion,
+and use the blocks of the first one, by vLLM's own sharing of caches between layers; `kvpass.paged.model_layout`
+describes their bytes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -18,6 +22,7 @@ from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_co
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -33,9 +38,12 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 from ..errors import KVPassError
 from ..lowering.page_codecs import codecs_for
 from ..paged import paged_attention
-from ..paged.batch import Batch, BlockTable
+from ..paged.batch import BlockTable
 from ..schemes import SchemeConfig
-from .serving_config import KEY, VARIABLE, Served, SlidingBlock, check_version, scheme_asked
+from .calibrated_scheme import CalibratedScheme
+from .engine_metadata import PackedMetadata, WindowBuilder, check
+from .serving_config import Served, ServedCalibration, SlidingBlock, check_version, scheme_asked
+from .store_config import folder_of
 
 logger = init_logger("vllm.kvpass")  # vLLM configures its own loggers alone
 
@@ -62,7 +70,7 @@ def __getattr__(name: str) -> type[AttentionBackend]:
     return _backend(own, scheme)
 
 
-def _scheme_of(config: VllmConfig) -> SchemeConfig | None:
+def _scheme_of(config: VllmConfig) -> SchemeConfig | CalibratedScheme | None:
     scheme = scheme_asked(config.additional_config)
     if scheme is not None:
         check_version(vllm.__version__)
@@ -70,7 +78,7 @@ def _scheme_of(config: VllmConfig) -> SchemeConfig | None:
 
 
 @cache
-def _backend(own: type[AttentionBackend], scheme: SchemeConfig | None) -> type[AttentionBackend]:
+def _backend(own: type[AttentionBackend], scheme: SchemeConfig | CalibratedScheme | None) -> type[AttentionBackend]:
     """The backend for a process whose engines ask for ``scheme``, in place of vLLM's ``own``. vLLM caches it for the
     process."""
 
@@ -115,7 +123,12 @@ def _backend(own: type[AttentionBackend], scheme: SchemeConfig | None) -> type[A
             if not isinstance(spec, FullAttentionSpec) or spec.state_content_bytes is not None:
                 return spec
             served, size = _sized(PackedAttention.config, spec.num_kv_heads, spec.head_size)
-            content = served.layout(size).bytes_per_token
+            if isinstance(served, ServedCalibration):
+                _share_blocks(PackedAttention.config)
+                content = served.bytes_per_token(size)
+                spec = replace(spec, num_head_slots=1)
+            else:
+                content = served.layout(size).bytes_per_token
             return replace(spec, block_size=size, dtype=torch.uint8, state_content_bytes=content)
 
     return Packed
@@ -146,9 +159,9 @@ class WindowBackend(AttentionBackend):
 
 
 class Window(nn.Module, AttentionLayerBase):
-    """The exact tokens of a layer, as a layer of the model of their own."""
+    """The exact tokens of a layer, or of all layers, as a layer of the model of their own."""
 
-    def __init__(self, name: str, served: Served, config: VllmConfig) -> None:
+    def __init__(self, name: str, served: Served | ServedCalibration, config: VllmConfig) -> None:
         super().__init__()
         self.name, self.served, self.kv_cache = name, served, torch.tensor([])
         config.compilation_config.static_forward_context[name] = self
@@ -170,47 +183,14 @@ class Window(nn.Module, AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> SlidingWindowSpec:
         served, size = _sized(vllm_config, self.served.heads, self.served.head_dim)
+        layers = len(served.layers) if isinstance(served, ServedCalibration) else 1
         return SlidingWindowSpec(
             block_size=served.window_block(size, _beside(vllm_config)),
-            num_kv_heads=served.heads,
+            num_kv_heads=layers * served.heads,
             head_size=served.head_dim,
             dtype=served.dtype,
             sliding_window=served.window,
         )
-
-
-@dataclass
-class WindowMetadata:
-    """The block table of the exact tokens."""
-
-    table: BlockTable
-
-
-class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False):
-        blocks = common_attn_metadata.block_table_tensor.long()
-        return WindowMetadata(BlockTable(blocks, self.kv_cache_spec.block_size))
-
-
-@dataclass
-class PackedMetadata:
-    """The requests of a step, without their windows, which a layer adds when it runs."""
-
-    start: Tensor
-    past: Tensor
-    total: Tensor
-    pages: BlockTable
-    lead: int
-    batch: Batch | None = None
-
-    def with_window(self, window: WindowMetadata) -> Batch:
-        """The complete batch; the layers of a group share what is computed for it."""
-        if self.batch is None:
-            self.batch = Batch(self.start, self.past, self.total, self.pages, window.table, self.lead)
-        return self.batch
 
 
 class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
@@ -243,7 +223,7 @@ def _own(backend: AttentionBackendEnum) -> Any:
 class PackedAttention(AttentionImpl):
     """Attention of one layer over pages and exact tokens."""
 
-    served: ClassVar[dict[tuple[int, int], Served]] = {}
+    served: ClassVar[dict[tuple[int, int], Served | ServedCalibration]] = {}
     """The served scheme by heads and head_dim, for this process."""
     sizes: ClassVar[dict[tuple[int, int], int]] = {}
     """Its block size, once all layers of the model are known."""
@@ -278,15 +258,20 @@ class PackedAttention(AttentionImpl):
         if found := [name for name, value in asks.items() if value]:
             raise KVPassError(f"kvpass does not support models with {', '.join(found)}: serve this one without kvpass.")
         config = get_current_vllm_config()
-        _check(config)
+        check(config)
         PackedAttention.config = config
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.softcap = num_kv_heads or num_heads, logits_soft_cap or 0.0
         self.served_as = _served(config, self.num_kv_heads, head_size)
-        context = config.compilation_config.static_forward_context
-        index = sum(isinstance(layer, Window) for layer in context.values())
-        self.window = Window(f"{_WINDOW}.{index}", self.served_as, config)
+        windows = [one for one in config.compilation_config.static_forward_context.values() if isinstance(one, Window)]
+        if isinstance(self.served_as, ServedCalibration) and windows:
+            (self.window,) = windows
+        else:
+            self.window = Window(f"{_WINDOW}.{len(windows)}", self.served_as, config)
         self.layer: paged_attention.Layer | None = None
+        self.cache: Tensor | None = None
+        self.place = 0
+        """Which one this is of the layers that share blocks (`_share_blocks`)."""
 
     def forward(
         self,
@@ -302,29 +287,37 @@ class PackedAttention(AttentionImpl):
     ) -> Tensor:
         if attn_metadata is None:  # vLLM's memory profiling run
             return output.zero_()
-        if self.layer is None or self.layer.window is not self.window.kv_cache:
-            self.layer = self._bound(kv_cache)
-        assert self.layer is not None
+        if self.layer is None or self.cache is not self.window.kv_cache:
+            self.layer, self.cache = self._bound(kv_cache), self.window.kv_cache
         batch = attn_metadata.with_window(get_forward_context().attn_metadata[self.window.name])
         paged_attention.store(batch, self.layer, key, value)
         paged_attention.attend(batch, self.layer, query, output)
         return output
 
     def _bound(self, kv_cache: Tensor) -> paged_attention.Layer:
-        layout = self.served_as.layout(kv_cache.shape[2])
-        views, window = layout.views(kv_cache), self.window.kv_cache
-        key, value = (codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
-        layer = paged_attention.Layer(views, window, layout.key, layout.value, (key, value), self.scale, self.softcap)
+        served, window = self.served_as, self.window.kv_cache
+        calibrated = None
+        if isinstance(served, ServedCalibration):
+            calibrated = list(served.layers.values())[self.place]
+            views = served.layout(kv_cache.shape[2]).views(kv_cache.flatten(1))[self.place]
+            window = window[:, self.place * served.heads : (self.place + 1) * served.heads]
+            specs = calibrated.key_spec, calibrated.value_spec
+        else:
+            layout = served.layout(kv_cache.shape[2])
+            views, specs = layout.views(kv_cache), (layout.key, layout.value)
+        key, value = (codecs_for(spec, kv_cache.device, self.head_size) for spec in specs)
+        layer = paged_attention.Layer(views, window, *specs, (key, value), self.scale, self.softcap, calibrated)
         return paged_attention.with_kernel(layer)
 
     def warm(self) -> None:
         """Compile everything that runs over blocks, using two blocks with the strides of vLLM's real ones."""
         key = self.num_kv_heads, self.head_size
         served, size = PackedAttention.served[key], PackedAttention.sizes[key]
-        window, content = self.window.kv_cache, served.layout(size).bytes_per_token
+        window, nbytes = self.window.kv_cache, served.block_bytes(size)
+        heads = 1 if isinstance(served, ServedCalibration) else self.num_kv_heads
+        content = nbytes // (heads * size)
         strides = (window.stride(0) * window.element_size(), size * content, content, 1)
-        shape = (2, self.num_kv_heads, size, content)
-        like = torch.empty_strided(shape, strides, dtype=torch.uint8, device=window.device)
+        like = torch.empty_strided((2, heads, size, content), strides, dtype=torch.uint8, device=window.device)
         paged_attention.warm(self._bound(like), self.num_heads)
 
 
@@ -334,24 +327,53 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 
-def _served(config: VllmConfig, heads: int, head_dim: int) -> Served:
+def _served(config: VllmConfig, heads: int, head_dim: int) -> Served | ServedCalibration:
     """The served scheme for the heads of a rank."""
     scheme, model = _scheme_of(config), config.model_config
     assert scheme is not None, "this class is that of a process with a scheme"
-    if (found := PackedAttention.served.get((heads, head_dim))) is None:
+    found = PackedAttention.served.get((heads, head_dim))
+    if found is None and isinstance(scheme, CalibratedScheme):
+        parallel = config.parallel_config
+        scheme.check_model(model.hf_config, folder_of(model.model, model.revision))
+        ranks = parallel.tensor_parallel_size
+        found = ServedCalibration(scheme, heads, head_dim, model.dtype, ranks, parallel.rank % ranks)
+    elif found is None and isinstance(scheme, SchemeConfig):
         found = Served(scheme, model.get_total_num_hidden_layers(), heads, head_dim, model.dtype)
-        PackedAttention.served[heads, head_dim] = found
+    assert found is not None, "a scheme is of one of both kinds"
+    PackedAttention.served[heads, head_dim] = found
     return found
 
 
-def _sized(config: VllmConfig, heads: int, head_dim: int) -> tuple[Served, int]:
+def _share_blocks(config: VllmConfig) -> None:
+    """Let all packed layers use the blocks of the first one. Called when all layers exist.
+
+    Raises `KVPassError` unless these are the layers of the calibration, and the model has no others.
+    """
+    context = config.compilation_config.static_forward_context
+    layers = {name: one for name, one in context.items() if isinstance(one, AttentionLayerBase)}
+    packed = {name: one for name, one in layers.items() if isinstance(getattr(one, "impl", None), PackedAttention)}
+    first, served = next(iter(packed)), next(iter(packed.values())).impl.served_as
+    others = [name for name, one in layers.items() if name not in packed and not isinstance(one, Window)]
+    places = {index: place for place, index in enumerate(served.layers)}
+    if others or {extract_layer_index(name) for name in packed} != set(places):
+        raise KVPassError(
+            f"{served.scheme.name} covers layers {list(places)}, but this model has full attention in {list(packed)} "
+            f"and other layers in {others}. Use kivi-sinks."
+        )
+    for name, layer in packed.items():
+        layer.impl.place = places[extract_layer_index(name)]
+        if name != first:
+            layer.kv_sharing_target_layer_name = first
+
+
+def _sized(config: VllmConfig, heads: int, head_dim: int) -> tuple[Served | ServedCalibration, int]:
     """The served scheme and its block size: the user's, or the one that wastes least. Called when all layers exist."""
     served, cache, key = PackedAttention.served[heads, head_dim], config.cache_config, (heads, head_dim)
     if key not in PackedAttention.sizes:
         beside, given = _beside(config), cache.user_specified_block_size
         size = cache.block_size if given else served.block_size(beside)
         served.layout(size)  # checks sizes before memory is allocated
-        if beside is not None and not given:
+        if beside is not None and not given and isinstance(served, Served):
             in_flight = config.scheduler_config.max_num_batched_tokens
             served.check_gain(size, beside, config.model_config.max_model_len, in_flight)
         PackedAttention.sizes[key] = size
@@ -371,23 +393,3 @@ def _beside(config: VllmConfig) -> SlidingBlock | None:
     ]
     found = [SlidingBlock(one.block_size, one.page_size_bytes) for one in specs if isinstance(one, SlidingWindowSpec)]
     return max(found, key=lambda block: block.nbytes, default=None)
-
-
-def _check(config: VllmConfig) -> None:
-    """Raise `KVPassError` for configurations that cannot be combined with packed pages."""
-    parallel, cache = config.parallel_config, config.cache_config
-    asks = {
-        f"kv_cache_dtype={cache.cache_dtype!r}: pages have a dtype of their own": cache.cache_dtype != "auto",
-        "speculative decoding": config.speculative_config is not None,
-        "KV connectors": config.kv_transfer_config is not None,
-        "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "encoder-decoders": config.model_config.is_encoder_decoder,
-        "MLA": config.model_config.use_mla,
-        "disable_hybrid_kv_cache_manager": bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
-    }
-    if found := [name for name, there in asks.items() if there]:
-        raise KVPassError(
-            f"kvpass does not support {'; '.join(found)}. Remove that option, or serve without {KEY} in "
-            f"additional_config and {VARIABLE}."
-        )

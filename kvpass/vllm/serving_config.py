@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,12 +15,16 @@ import torch
 
 from .. import schemes
 from ..codec.allocation import Allocation
+from ..codec.calibrated_layer import CalibratedLayer
 from ..codec.spec import CodecSpec
 from ..codec.tensors import of_model
 from ..errors import KVPassError
 from ..fields import shown
 from ..paged.block_layout import BlockLayout
-from ..schemes import LayerGeometry, LayerPlan, SchemeConfig
+from ..paged.model_layout import ModelLayout
+from ..prefix_store.chunks import LayerShape
+from ..schemes import CalibratedWaterfillConfig, LayerGeometry, LayerPlan, SchemeConfig
+from .calibrated_scheme import CALIBRATE, CalibratedScheme
 
 VARIABLE = "KVPASS_SCHEME"
 """The environment variable that sets the scheme: a name, or JSON such as {"scheme": "kivi", "bits": 4}."""
@@ -44,9 +49,11 @@ def check_version(version: str) -> None:
         )
 
 
-def scheme_asked(additional: Any, environment: Mapping[str, str] = os.environ) -> SchemeConfig | None:
-    """The scheme that ``additional_config`` or the environment sets, or None. Raises `KVPassError` if it is not a
-    scheme."""
+def scheme_asked(
+    additional: Any, environment: Mapping[str, str] = os.environ
+) -> SchemeConfig | CalibratedScheme | None:
+    """The scheme, or the folder of a calibration, that ``additional_config`` or the environment sets, or None. Raises
+    `KVPassError` if it is neither."""
     found = additional.get(KEY) if isinstance(additional, Mapping) else None
     if found is None:
         text = environment.get(VARIABLE, "").strip()
@@ -57,8 +64,10 @@ def scheme_asked(additional: Any, environment: Mapping[str, str] = os.environ) -
         found = {"scheme": found}
     if not isinstance(found, dict) or "scheme" not in found:
         raise KVPassError(f'{KEY} takes a scheme and its fields, {{"scheme": "kivi", "bits": 4}}, not {shown(found)}.')
-    if os.path.isdir(str(found["scheme"])):
-        raise KVPassError(f"{found['scheme']} is a folder, and calibrated schemes cannot be served. {_SERVED}")
+    if isinstance(found["scheme"], str) and os.path.isdir(os.path.expanduser(found["scheme"])):
+        if others := sorted(set(found) - {"scheme"}):
+            raise KVPassError(f"{found['scheme']} is a calibration, whose fields are fixed: leave out {others}.")
+        return CalibratedScheme.of(found["scheme"])
     name, fields = found["scheme"], {key: value for key, value in found.items() if key not in ("scheme", "version")}
     return schemes.get(schemes.get(name) if isinstance(name, str) else found, **fields)
 
@@ -91,7 +100,7 @@ def refusal(spec: CodecSpec) -> str | None:
     if quantizer.needs_queries:
         return f"The codec is fitted to a prompt's queries, but vLLM passes prompts in chunks. {_SERVED}"
     if of_model(spec):
-        return f"Calibrated bit widths make page sizes differ between layers. {_SERVED}"
+        return f"Bit widths come from a calibration. {_SERVED}"
     if isinstance(spec.codec, Allocation):
         return f"A basis per request takes more memory than the pages of a block. {_SERVED}"
     if not spec.codec.dequantizes_any_bytes:
@@ -111,8 +120,72 @@ class SlidingBlock(NamedTuple):
     nbytes: int
 
 
+class ServedBlocks(ABC):
+    """How an engine divides its memory for a scheme: blocks of pages, and blocks of the exact tokens."""
+
+    @property
+    @abstractmethod
+    def page_size(self) -> int:
+        """Tokens per page; block sizes are multiples of it."""
+
+    @property
+    @abstractmethod
+    def window(self) -> int:
+        """The most tokens that are exact in a step: those before the step, and its first one."""
+
+    @abstractmethod
+    def layout(self, block_size: int) -> BlockLayout | ModelLayout:
+        """The layout of blocks of ``block_size`` tokens. Raises `KVPassError` if pages do not fit them."""
+
+    @abstractmethod
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of a block of pages. Raises `KVPassError` if pages do not fit it."""
+
+    @property
+    @abstractmethod
+    def exact_bytes(self) -> int:
+        """Bytes of an exact token in a block of the window."""
+
+    def block_size(self, beside: SlidingBlock | None = None) -> int:
+        """Tokens per block that take the least memory for requests of some thousand tokens with some hundred in
+        flight.
+
+        beside: the blocks of the model's sliding-window layers. vLLM pads all blocks of an engine to the largest one,
+        so a block of pages holds as many tokens as fit into one of those.
+        """
+        if beside is not None:
+            step = lcm(self.page_size, beside.tokens)
+            fits = [size for size in range(step, max(_LARGEST, step) + 1, step) if self._nbytes(size) <= beside.nbytes]
+            if fits:
+                return fits[-1]
+
+        def taken(size: int) -> int:
+            if (nbytes := self._nbytes(size)) == sys.maxsize:
+                return sys.maxsize
+            in_flight = -(-(self.window + _IN_FLIGHT) // self.window_block(size)) + 1
+            return (-(-_TYPICAL // size) + in_flight) * nbytes
+
+        multiples = range(self.page_size, max(_LARGEST, self.page_size) + 1, self.page_size)
+        return min((size for size in multiples if size >= min(_LEAST, multiples[-1])), key=taken)
+
+    def _nbytes(self, block_size: int) -> int:
+        """`block_bytes`; more than any block has if pages do not fit it."""
+        try:
+            return self.block_bytes(block_size)
+        except KVPassError:
+            return sys.maxsize
+
+    def window_block(self, block_size: int, beside: SlidingBlock | None = None) -> int:
+        """Tokens per window block: the block size divided by a whole number, so that a window block takes no more bytes
+        than a block of pages, or than one of ``beside``. Otherwise vLLM would enlarge blocks until sizes agree, and
+        find no prefixes in them."""
+        room = max(self._nbytes(block_size), 0 if beside is None else beside.nbytes)
+        fits = [size for size in range(1, block_size + 1) if block_size % size == 0 and size * self.exact_bytes <= room]
+        return max(fits)
+
+
 @dataclass(frozen=True)
-class Served:
+class Served(ServedBlocks):
     """A scheme as vLLM serves it: one plan for all layers of a model.
 
     Raises `KVPassError`, which names an alternative, if the scheme cannot be served or does not fit the heads.
@@ -125,6 +198,8 @@ class Served:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
+        if isinstance(self.scheme, CalibratedWaterfillConfig):
+            raise KVPassError(f"{self.name!r} must be calibrated on the model. {CALIBRATE} {_SERVED}")
         if self.scheme.needs_calibration:
             raise KVPassError(
                 f"{self.name!r} must be calibrated on a model, and vLLM's blocks hold no calibration. {_SERVED}"
@@ -169,57 +244,21 @@ class Served:
 
     @property
     def page_size(self) -> int:
-        """Tokens per page; block sizes are multiples of it."""
         return self.plan.key.page_size
 
     @property
     def window(self) -> int:
-        """The most tokens that are exact in a step: those before the step, and its first one."""
         return max(spec.retention.window for spec in (self.plan.key, self.plan.value))
 
     def layout(self, block_size: int) -> BlockLayout:
-        """The layout of blocks of ``block_size`` tokens. Raises `KVPassError` if pages do not fit them."""
         return BlockLayout(self.plan.key, self.plan.value, self.head_dim, self.dtype, block_size)
 
-    def block_size(self, beside: SlidingBlock | None = None) -> int:
-        """Tokens per block that take the least memory for requests of some thousand tokens with some hundred in
-        flight.
+    def block_bytes(self, block_size: int) -> int:
+        return self.layout(block_size).bytes_per_token * block_size * self.heads
 
-        beside: the blocks of the model's sliding-window layers. vLLM pads all blocks of an engine to the largest one,
-        so a block of pages holds as many tokens as fit into one of those.
-        """
-        if beside is not None:
-            step = lcm(self.page_size, beside.tokens)
-            fits = [size for size in range(step, max(_LARGEST, step) + 1, step) if self._nbytes(size) <= beside.nbytes]
-            if fits:
-                return fits[-1]
-
-        def taken(size: int) -> int:
-            try:
-                layout = self.layout(size)
-            except KVPassError:
-                return sys.maxsize
-            in_flight = -(-(self.window + _IN_FLIGHT) // self.window_block(size)) + 1
-            return (-(-_TYPICAL // size) + in_flight) * size * layout.bytes_per_token
-
-        multiples = range(self.page_size, max(_LARGEST, self.page_size) + 1, self.page_size)
-        return min((size for size in multiples if size >= min(_LEAST, multiples[-1])), key=taken)
-
-    def _nbytes(self, block_size: int) -> int:
-        """Bytes of a block, of all heads; more than any block has if pages do not fit it."""
-        try:
-            return self.layout(block_size).bytes_per_token * block_size * self.heads
-        except KVPassError:
-            return sys.maxsize
-
-    def window_block(self, block_size: int, beside: SlidingBlock | None = None) -> int:
-        """Tokens per window block: the block size divided by a whole number, so that a window block takes no more bytes
-        than a block of pages, or than one of ``beside``. Otherwise vLLM would enlarge blocks until sizes agree, and
-        find no prefixes in them."""
-        room = max(self._nbytes(block_size), 0 if beside is None else beside.nbytes)
-        per_token = 2 * self.heads * self.head_dim * self.dtype.itemsize
-        fits = [size for size in range(1, block_size + 1) if block_size % size == 0 and size * per_token <= room]
-        return max(fits)
+    @property
+    def exact_bytes(self) -> int:
+        return 2 * self.heads * self.head_dim * self.dtype.itemsize
 
     def check_gain(self, block_size: int, beside: SlidingBlock, longest: int, in_flight: int) -> None:
         """Raise `KVPassError` unless requests of ``longest`` tokens, with ``in_flight`` of them in a step, take fewer
@@ -233,3 +272,68 @@ class Served:
                 f"{longest} tokens, and vLLM takes {full}. Lower --max-num-batched-tokens (now {in_flight}), raise "
                 "--max-model-len, serve without kvpass, or set --block-size to serve it all the same."
             )
+
+
+@dataclass(frozen=True)
+class ServedCalibration(ServedBlocks):
+    """A calibrated scheme as vLLM serves it: all layers share a block, because their pages differ in size.
+
+    Raises `KVPassError` if the calibration does not fit the heads of a process, of which there are ``ranks``.
+    """
+
+    scheme: CalibratedScheme
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    ranks: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        shape = LayerShape(self.heads, self.head_dim, self.dtype)
+        self.scheme.check_layers(dict.fromkeys(self.layers, shape), self.layers)
+
+    @cached_property
+    def layers(self) -> dict[int, CalibratedLayer]:
+        """The calibrated tensors of each layer, for the heads of this process."""
+        return self.scheme.layers(self.ranks, self.rank, self.dtype)
+
+    @cached_property
+    def _pages(self) -> list[tuple[tuple[int, int], ...]]:
+        """Bytes per page of keys and of values of each layer, for each process."""
+        found = []
+        for rank in range(self.ranks):
+            layers = self.layers if rank == self.rank else self.scheme.layers(self.ranks, rank, self.dtype)
+            found.append(tuple(layer.page_bytes for layer in layers.values()))
+        return found
+
+    @property
+    def plan(self) -> LayerPlan:
+        layer = next(iter(self.layers.values()))
+        return LayerPlan(layer.key_spec, layer.value_spec)
+
+    @property
+    def page_size(self) -> int:
+        return self.plan.key.page_size
+
+    @property
+    def window(self) -> int:
+        return self.plan.key.retention.window
+
+    def _layout(self, block_size: int, rank: int) -> ModelLayout:
+        retention = self.plan.key.retention
+        return ModelLayout(self._pages[rank], retention, self.heads, self.head_dim, self.dtype, block_size)
+
+    def layout(self, block_size: int) -> ModelLayout:
+        return self._layout(block_size, self.rank)
+
+    def bytes_per_token(self, block_size: int) -> int:
+        """Bytes of a block divided by its tokens. vLLM has blocks of the same size in all processes, so this is the
+        most of any."""
+        return max(-(-self._layout(block_size, rank).nbytes // block_size) for rank in range(self.ranks))
+
+    def block_bytes(self, block_size: int) -> int:
+        return self.bytes_per_token(block_size) * block_size
+
+    @property
+    def exact_bytes(self) -> int:
+        return 2 * len(self.layers) * self.heads * self.head_dim * self.dtype.itemsize

@@ -12,6 +12,7 @@ from .. import schemes
 from ..errors import KVPassError
 from ..fields import check_integers, check_types, shown
 from ..schemes import SchemeConfig
+from .calibrated_scheme import CalibratedScheme
 
 _TOKENS = 128  # of a chunk, at least: fewer files than blocks of 16 tokens would make
 _SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model"}
@@ -21,7 +22,7 @@ _SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model"}
 class StoreConfig:
     """The ``kv_connector_extra_config`` of `KVPassConnector`.
 
-    scheme: as for ``additional_config``: a name, or a dict of a name and options.
+    scheme: as for ``additional_config``: a name, a dict of a name and options, or the folder of a calibration.
     cpu_bytes: bytes of memory for chunks, of all ranks together; 0 keeps them on disk only.
     path: a folder for chunks on disk, which servers share and restarts find again; None keeps them in memory only.
     disk_bytes: bytes that the folder may take; None is half of the free space.
@@ -29,7 +30,7 @@ class StoreConfig:
     offload_prompt_only: whether tokens that were generated are left out.
     """
 
-    scheme: SchemeConfig
+    scheme: SchemeConfig | CalibratedScheme
     cpu_bytes: int = 0
     path: str | None = None
     disk_bytes: int | None = None
@@ -59,8 +60,8 @@ class StoreConfig:
             raise KVPassError(
                 'kv_connector_extra_config needs a scheme: {"scheme": "kivi-4", "cpu_bytes": 4000000000}.'
             )
-        if os.path.isdir(str(scheme)):
-            raise KVPassError(f"{scheme} is a folder, and the prefix store does not read calibrations yet. Use kivi-4.")
+        if isinstance(scheme, str) and os.path.isdir(os.path.expanduser(scheme)):
+            return cls(**{**extra, "scheme": CalibratedScheme.of(scheme)})
         return cls(**{**extra, "scheme": schemes.get(scheme)})
 
     def chunk_of(self, tokens_per_block: list[int], page_sizes: list[int]) -> int:
@@ -93,12 +94,7 @@ def weights_of(model: str, revision: str | None = None) -> list[list[Any]]:
 
     Raises `KVPassError` if no weights are found.
     """
-    place = Path(model)
-    if not place.exists():
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
-        place = Path(found).parent if isinstance(found, str) else place
+    place = folder_of(model, revision)
     files = [place] if place.is_file() else sorted(place.glob("*")) if place.is_dir() else []
     files = [file for file in files if file.suffix in _SUFFIXES and file.is_file()]
     if not files:
@@ -112,3 +108,14 @@ def weights_of(model: str, revision: str | None = None) -> list[list[Any]]:
         else [file.name, file.stat().st_size, file.stat().st_mtime_ns]
         for file in files
     ]
+
+
+def folder_of(model: str, revision: str | None = None) -> Path:
+    """The folder or file of ``model``, which may be the name of a repository in Hugging Face's cache."""
+    place = Path(model)
+    if not place.exists():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        place = Path(found).parent if isinstance(found, str) else place
+    return place

@@ -164,7 +164,7 @@ class StoreWorker(OffloadingWorker):
                     self._synchronize()
                     state.read.set()
                 try:
-                    chunks = group.codec.quantize(some[0].number == 0, keys, values)
+                    chunks = group.codec.quantize([part.number for part in some], keys, values)
                 except KVPassError as error:  # NaN, for instance
                     logger.warning("%d chunks are not stored: %s", len(some), error)
                     lost |= {part.key for part in some}
@@ -186,7 +186,8 @@ class StoreWorker(OffloadingWorker):
                 if len(found) < len(some):
                     return nbytes, lost  # all of the request's tokens are looked up again
                 nbytes += sum(x.nbytes for chunk in found.values() for x in chunk.values())
-                _write(group, some, *group.codec.dequantize(some[0].number == 0, list(found.values())))
+                numbers = [part.number for part in some]
+                _write(group, some, *group.codec.dequantize(numbers, list(found.values())))
         return nbytes, lost
 
     def _parts(self, blocks: GPULoadStoreSpec, job: ChunkJob) -> Iterator[tuple[Group, list[Part]]]:

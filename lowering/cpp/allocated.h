@@ -189,11 +189,15 @@ inline void find_order(const uint8_t* page, const Layout& layout, int32_t* order
 #endif
 }
 
-// A page after which LANES more bytes can be read. The last page of a pool is copied.
+// A page after which LANES more bytes can be read. The last page of a pool is copied; where else pages are, pages(page)
+// returns one, with as many bytes after it.
 struct Page {
     const uint8_t* bytes;
 #if SHARED
     std::vector<uint8_t> copy;
+
+    template <typename Pages>
+    Page(const Pages& pages, const Layout&, int64_t page, int64_t) : bytes(pages(page)) {}
 
     Page(const uint8_t* pages, const Layout& layout, int64_t page, int64_t room) : bytes(pages + page * layout.bytes) {
         if (page + 1 < room) return;

@@ -1,9 +1,6 @@
 // Attention of a few query tokens per sample, for keys and values with per-channel bit widths and pages of the same
-// tokens. Needs rings.h, and, with the macros of each side, allocated_scores.h in namespace keys and allocated_values.h
-// in namespace values.
+// tokens. Needs rings.h and allocated_parts.h.
 namespace {
-
-constexpr int PAGES_AT_ONCE = 32;  // pages at a time
 
 // The pages of keys or of values of all heads, and their fitted tensors.
 template <typename Layout, typename Fields>
@@ -51,51 +48,12 @@ struct RelativeRotations {
     }
 };
 
-struct Part : RunningSoftmax {
-    values::Total total;
-    float scores[QUERIES * PAGES_AT_ONCE * PAGE];
-
-    using RunningSoftmax::RunningSoftmax;
-
-    template <typename Values, typename Layout, typename Score>
-    void add_pages(
-        const Values& own, const Layout& layout, int64_t begin, int64_t end, const float* table, Score score
-    ) {
-        constexpr int APART = PAGES_AT_ONCE * PAGE;
-        for (int64_t n = begin; n < end; n += PAGES_AT_ONCE) {
-            const int64_t stop = std::min(n + PAGES_AT_ONCE, end);
-            score(n, stop, scores, APART);
-            weigh((stop - n) * PAGE, scores, APART, [&](int r, float rescale) { total.scale(r, rescale); });
-            total.add_pages(own.pages, layout, own.room, n, stop, table, scores, APART);
-        }
-    }
-
-    void add_exact_tokens(const Exact& exact, int64_t packed, int64_t all) {
-        const int64_t first = SINKS + packed * PAGE;
-        add_all_exact(exact, first, all, scores, PAGE, [&](int r, float rescale) { total.scale(r, rescale); });
-    }
-};
-
-// The result of a part. Parts themselves are on the stack, because the allocator would return and fetch their memory at
-// each call.
-struct PartResult {
-    float out[QUERIES * HEAD], peak[QUERIES], sum[QUERIES];
-    values::Total total;
-
-    void keep(const Part& part) {
-        std::copy(part.out, part.out + QUERIES * HEAD, out);
-        std::copy(part.peak, part.peak + QUERIES, peak);
-        std::copy(part.sum, part.sum + QUERIES, sum);
-        total = part.total;
-    }
-};
-
 }  // namespace
 
 // All samples have the same number of tokens: n stored ones, packed pages of which are packed, and present ones of the
-// call. For queries, tokens and causal see attend_codes.cpp. all_cos, all_sin: [samples, rows, row], the rotations of PAGE consecutive tokens, then of the middle
-// tokens of pages. center: [samples, heads, HEAD], used if centered is 1. For other arguments see allocated_scores.cpp
-// and rings.h.
+// call. For queries, tokens and causal see attend_codes.cpp. all_cos, all_sin: [samples, rows, row], the rotations of
+// PAGE consecutive tokens, then of the middle tokens of pages. center: [samples, heads, HEAD], used if centered is 1. For
+// other arguments see allocated_scores.cpp and rings.h.
 extern "C" void kernel(
     const uint8_t* q, uint8_t* out, const uint8_t* key_pages, const uint8_t* key_basis, const keys::Fields* key_fields,
     const int32_t* key_share, const uint8_t* value_pages, const uint8_t* value_basis,
@@ -113,7 +71,8 @@ extern "C" void kernel(
         value_pages, value_room, (const Scale*)value_basis, value_fields, value_share, values::PLACES_OF_HEAD, fitted};
     const Rings rings = {
         (const Token*)key_ring, (const Token*)value_ring, (const Token*)key_new, (const Token*)value_new, n, present};
-    const int64_t blocks = queries.blocks(), tasks = samples * heads * blocks, wanted = threads > 1 ? (3 * threads + tasks - 1) / tasks : 1;
+    const int64_t blocks = queries.blocks(), tasks = samples * heads * blocks;
+    const int64_t wanted = threads > 1 ? (3 * threads + tasks - 1) / tasks : 1;
     const int64_t parts = std::max<int64_t>(1, std::min(wanted, packed / 8));
     const Token *cos = (const Token*)all_cos, *sin = (const Token*)all_sin;
     std::vector<RelativeRotations> relative_rotations;
@@ -138,27 +97,13 @@ extern "C" void kernel(
         };
         const values::Layout of_value = of_values.layout(h, heads);
         own.add_pages(of_values.of(h, heads), of_value, part * packed / parts, (part + 1) * packed / parts, table, score);
-        if (part + 1 == parts) own.add_exact_tokens({rings, h}, packed, n + present);
+        if (part + 1 == parts) own.add_exact_tokens(Exact{rings, h}, packed, n + present);
         found[i].keep(own);
     }
     for (int64_t i = 0; i < tasks; i++) {
         const int64_t block = i % blocks, h = i / blocks;
-        const auto value_side = of_values.of(h, heads);
-        values::Total total;
-        float sums[QUERIES * HEAD] = {}, all[QUERIES] = {};
-        for (int r = 0; r < QUERIES; r++) {
-            float high = -INFINITY;
-            for (int64_t part = 0; part < parts; part++) high = std::max(high, found[i * parts + part].peak[r]);
-            for (int64_t part = 0; part < parts; part++) {
-                const PartResult& own = found[i * parts + part];
-                const float rescale = std::exp2(own.peak[r] - high);
-                all[r] += own.sum[r] * rescale;
-                total.add(own.total, r, rescale);
-                for (int d = r * HEAD; d < (r + 1) * HEAD; d++) sums[d] += own.out[d] * rescale;
-            }
-        }
-        total.put(value_side.basis, value_side.fields, table, sums);
+        const auto own = of_values.of(h, heads);
         Token* to = (Token*)out + (h * count + block * QUERIES) * HEAD;
-        for (int d = 0; d < queries.in_block(block) * HEAD; d++) round_to(to[d], sums[d] / all[d / HEAD]);
+        merge(found.data() + i * parts, parts, own.basis, own.fields, table, to, queries.in_block(block));
     }
 }

@@ -276,8 +276,9 @@ struct Scorer {
 
     // Scores of q [QUERIES, HEAD] with pages [begin, end). Those of query r with page n are written to found + r *
     // apart + (n - begin) * PAGE.
+    template <typename Pages>
     void operator()(
-        const float* q, const uint8_t* pages, int64_t room, int64_t begin, int64_t end, const float* table,
+        const float* q, const Pages& pages, int64_t room, int64_t begin, int64_t end, const float* table,
         float* found, int64_t apart
     ) {
         for (int64_t n = begin; n < end; n++, found += PAGE) {

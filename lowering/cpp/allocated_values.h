@@ -67,8 +67,9 @@ struct Total {
     float fields[QUERIES * FIELDS] = {}, weights[QUERIES * PAGE + LANES] = {};
 
     // Adds pages [begin, end). The weights of query r are at of_tokens + r * apart, in token order.
+    template <typename Pages>
     void add_pages(
-        const uint8_t* pages, const Layout& layout, int64_t room, int64_t begin, int64_t end, const float* table,
+        const Pages& pages, const Layout& layout, int64_t room, int64_t begin, int64_t end, const float* table,
         const float* of_tokens, int64_t apart
     ) {
         int32_t order[PAGE + LANES] = {};

@@ -45,25 +45,30 @@ def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) 
     )
 
 
-@cache
-def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
+def attention_source(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> str:
+    """The C++ source of attention over parts of a context (allocated_parts.h), without a kernel."""
     shared = isinstance(key.codec, Shares)
     block_size = Shares.of(key).block_size if shared else Allocation.of(key).block_size
     defines = dict(
         QUERIES=queries, HEAD=head_dim, BLOCK=block_size, PAGE=key.page_size, SINKS=key.retention.sinks,
         BFLOAT16=int(dtype == torch.bfloat16),
     )  # fmt: skip
-    defines |= dict(KEY_WINDOW=key.retention.ring_size, VALUE_WINDOW=value.retention.ring_size)
     sides = (("keys", key, "allocated_scores.h"), ("values", value, "allocated_values.h"))
-    parts = [source(defines, "tokens.h", "rings.h")]
-    of = _shared_defines if shared else defines_of
-    parts += [text(of(spec, head_dim), "allocated.h", file, namespace=name) for name, spec, file in sides]
-    side = [_BYTES, _BYTES, _BYTES if shared else _INTS, _INTS]
+    of = shared_defines if shared else defines_of
+    parts = [text(of(spec, head_dim), "allocated.h", file, namespace=name) for name, spec, file in sides]
+    return "".join([source(defines, "tokens.h"), *parts, text({}, "allocated_parts.h")])
+
+
+@cache
+def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
+    windows = dict(KEY_WINDOW=key.retention.ring_size, VALUE_WINDOW=value.retention.ring_size)
+    side = [_BYTES, _BYTES, _BYTES if isinstance(key.codec, Shares) else _INTS, _INTS]
     types = [_BYTES, "uint8_t*", *side, *side, *7 * [_BYTES], "const float*", *17 * [_NUMBER], "float"]
-    return build("".join([*parts, text({}, "allocated_attend.cpp")]), types)
+    parts = attention_source(key, value, head_dim, queries, dtype)
+    return build(parts + text(windows, "rings.h", "allocated_attend.cpp"), types)
 
 
-def _shared_defines(spec: CodecSpec, head_dim: int) -> dict[str, int]:
+def shared_defines(spec: CodecSpec, head_dim: int) -> dict[str, int]:
     """The macros of allocated.h for calibrated bit widths (`kvpass.codec.shares`)."""
     pairs, singles = PAIRS * head_dim, head_dim
     return dict(

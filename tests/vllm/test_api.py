@@ -13,12 +13,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 from vllm.v1.kv_offload.base import TransferResult, get_offload_group_idx, make_offload_key
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.utils import add_kv_sharing_layers_to_kv_cache_groups
 
 from kvpass.vllm import engine, serving_config
 
@@ -77,6 +80,18 @@ def test_metadata_of_a_step_has_what_a_batch_takes():
 
 def test_heads_of_a_block_are_contiguous_in_this_layout():
     assert KVCacheLayout.LBHNC in engine.WindowBackend.supported_kv_cache_layouts()
+
+
+def test_layers_may_share_a_cache_that_is_chosen_once_all_exist():
+    """`_share_blocks` sets an attribute of layers while their specs are collected; a layer that has it gets no blocks
+    of its own, but those of the layer it names, and their metadata."""
+    assert "kv_sharing_target_layer_name" in inspect.getsource(Attention.__init__)
+    collect = inspect.getsource(GPUModelRunner.get_kv_cache_spec)
+    assert collect.index("kv_sharing_target_layer_name") < collect.index("customize_attention_spec(")
+    groups = inspect.getsource(add_kv_sharing_layers_to_kv_cache_groups)
+    assert "tgt_kv_cache_group.layer_names.append(layer_name)" in groups
+    spec = FullAttentionSpec(block_size=64, num_kv_heads=3, head_size=64, dtype=torch.uint8, state_content_bytes=99)
+    assert replace(spec, num_head_slots=1).page_size_bytes == 64 * 99
 
 
 # ---------------------------------------------------------------- the prefix store

@@ -139,7 +139,7 @@ def test_two_ranks_serve_as_one_does(serve, tiny, monkeypatch):
         ("h2o", {}, "Its policy drops or thins out tokens"),
         ("kivi", {"block_size": 48}, "use a multiple of 32"),
         ("kivi", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
-        ("A FOLDER", {}, "calibrated schemes cannot be served"),
+        ("A FOLDER", {}, "holds no calibration"),
     ],
 )
 def test_what_cannot_be_served_is_said_at_start(tiny, tmp_path, scheme, engine, reason):

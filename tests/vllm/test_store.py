@@ -57,11 +57,12 @@ def test_prefixes_come_back_from_memory_and_disk(serve, tiny, tmp_path):
     assert [cached(one) for one in again] == [[896], [640], [896], [0], [640]]
     for phase, expected in zip(again, (found[0], found[2], found[0], found[3], found[3]), strict=True):
         assert_same(phase, expected, 1e-5)
-    other = serve(tiny, [asks(A), asks(A)], **stored("kivi-4", **extra))["phases"]
+    other = serve(tiny, [asks(A), asks(A)], **stored("kivi-8", **extra))["phases"]
     assert [cached(one) for one in other] == [[0], [896]]
     assert_same(other[0], found[0], 1e-4)
-    first = [torch.tensor(one["requests"]["0"]["logprobs"][0]) for one in other]
-    assert 0 < (first[0] - first[1]).abs() < 0.5
+    first = [one["requests"]["0"] for one in other]
+    assert first[0]["tokens"][0] == first[1]["tokens"][0]  # so that the numbers are those of one token
+    assert 0 < abs(first[0]["logprobs"][0] - first[1]["logprobs"][0]) < 0.2
 
 
 def test_ranks_keep_their_own_heads(serve, tiny, tmp_path, monkeypatch):

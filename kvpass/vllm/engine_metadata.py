@@ -1,0 +1,65 @@
+"""What vLLM passes to packed layers in a step, and the configurations that they cannot be combined with."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+
+from ..errors import KVPassError
+from ..paged.batch import Batch, BlockTable
+from .serving_config import KEY, VARIABLE
+
+
+@dataclass
+class WindowMetadata:
+    """The block table of the exact tokens."""
+
+    table: BlockTable
+
+
+class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False):
+        blocks = common_attn_metadata.block_table_tensor.long()
+        return WindowMetadata(BlockTable(blocks, self.kv_cache_spec.block_size))
+
+
+@dataclass
+class PackedMetadata:
+    """The requests of a step, without their windows, which a layer adds when it runs."""
+
+    start: Tensor
+    past: Tensor
+    total: Tensor
+    pages: BlockTable
+    lead: int
+    batch: Batch | None = None
+
+    def with_window(self, window: WindowMetadata) -> Batch:
+        """The complete batch; the layers of a group share what is computed for it."""
+        if self.batch is None:
+            self.batch = Batch(self.start, self.past, self.total, self.pages, window.table, self.lead)
+        return self.batch
+
+
+def check(config: VllmConfig) -> None:
+    """Raise `KVPassError` for configurations that cannot be combined with packed pages."""
+    parallel, cache = config.parallel_config, config.cache_config
+    asks = {
+        f"kv_cache_dtype={cache.cache_dtype!r}: pages have a dtype of their own": cache.cache_dtype != "auto",
+        "speculative decoding": config.speculative_config is not None,
+        "KV connectors": config.kv_transfer_config is not None,
+        "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "encoder-decoders": config.model_config.is_encoder_decoder,
+        "MLA": config.model_config.use_mla,
+        "disable_hybrid_kv_cache_manager": bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
+    }
+    if found := [name for name, there in asks.items() if there]:
+        raise KVPassError(
+            f"kvpass does not support {'; '.join(found)}. Remove that option, or serve without {KEY} in "
+            f"additional_config and {VARIABLE}."
+        )

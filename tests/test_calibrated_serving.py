@@ -1,0 +1,134 @@
+"""A calibration in place of a scheme, for servers: whose model it is, the heads of each process, its blocks, and chunks
+of a prefix store. None of this needs vLLM."""
+
+import pytest
+import torch
+from test_shares import SMALL
+
+import kvpass
+from kvpass import KVPassError
+from kvpass.codec.page_rope import PageTables, from_page_rope, mean_in_page, to_page_rope
+from kvpass.prefix_store import ChunkCodec, LayerShape
+from kvpass.vllm.calibrated_scheme import CalibratedScheme, heads_of_rank
+from kvpass.vllm.serving_config import Served, ServedCalibration, scheme_asked
+from kvpass.vllm.store_config import StoreConfig
+
+from tiny import llama, tokens
+
+CHUNK = 32
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama(seed=1)
+
+
+@pytest.fixture(scope="module")
+def weights(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    found = kvpass.calibrate(model, [tokens(1, 120, seed) for seed in range(2)], SMALL, progress=False)
+    return str(found.save(tmp_path_factory.mktemp("calibrated")))
+
+
+@pytest.fixture(scope="module")
+def scheme(folder):
+    return CalibratedScheme.of(folder)
+
+
+def test_a_folder_is_a_scheme(folder, scheme):
+    assert scheme_asked({"kvpass": folder}, {}) == scheme_asked({}, {"KVPASS_SCHEME": folder}) == scheme
+    assert StoreConfig.of({"scheme": folder, "cpu_bytes": 1}).scheme == scheme
+    with pytest.raises(KVPassError, match=r"leave out \['bits'\]"):
+        scheme_asked({"kvpass": {"scheme": folder, "bits": 4}}, {})
+
+
+def test_other_calibrations_are_refused(model, tmp_path):
+    hybrid = kvpass.calibrate(model, [tokens(1, 120, seed) for seed in range(2)], SMALL | {"form": "hybrid"})
+    with pytest.raises(KVPassError, match=r"hybrid: fitted to each prompt.*calibrate"):
+        CalibratedScheme.of(str(hybrid.save(tmp_path)))
+
+
+def test_the_model_is_checked_by_class_settings_and_weights(model, weights, scheme, tmp_path):
+    scheme.check_model(model.config, weights)
+    changed = llama(seed=1)
+    with torch.no_grad():
+        changed.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    changed.save_pretrained(tmp_path)
+    with pytest.raises(KVPassError, match="was calibrated on other weights"):
+        scheme.check_model(model.config, tmp_path)
+    other = llama(seed=1).config
+    other.rms_norm_eps = 0.5
+    with pytest.raises(KVPassError, match="rms_norm_eps"):
+        scheme.check_model(other, weights)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(KVPassError, match="is in none of its safetensors files"):
+        scheme.check_model(model.config, tmp_path)
+
+
+def test_processes_divide_heads():
+    assert [heads_of_rank(4, 2, rank) for rank in range(2)] == [slice(0, 2), slice(2, 4)]
+    assert [heads_of_rank(2, 4, rank) for rank in range(4)] == [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)]
+
+
+def test_each_process_has_the_bits_of_its_own_heads(model, scheme):
+    heads, head_dim = scheme.heads_of(0)
+    whole = ServedCalibration(scheme, heads, head_dim, torch.float32)
+    parts = [ServedCalibration(scheme, 1, head_dim, torch.float32, heads, rank) for rank in range(heads)]
+    for index, layer in whole.layers.items():
+        sizes = [part.layers[index].page_bytes for part in parts]
+        assert tuple(map(sum, zip(*sizes, strict=True))) == layer.page_bytes
+        for rank, part in enumerate(parts):
+            assert torch.equal(part.layers[index].key["widths"][0, 0], layer.key["widths"][0, rank])
+    size = 64
+    assert len({part.block_bytes(size) for part in parts}) == 1  # as vLLM needs it
+    assert all(part.layout(size).nbytes <= part.block_bytes(size) for part in parts)
+    with pytest.raises(KVPassError, match="each process has 2 of"):
+        ServedCalibration(scheme, 2, head_dim, torch.float32, heads, 0)
+
+
+def test_blocks_of_all_layers_hold_whole_pages_and_windows_divide_them(scheme):
+    for dtype in (torch.float32, torch.bfloat16):
+        one = ServedCalibration(scheme, *scheme.heads_of(0), dtype)
+        size = one.block_size()
+        assert size % one.page_size == 0 and size % one.window_block(size) == 0
+        assert one.window_block(size) * one.exact_bytes <= one.block_bytes(size)
+        with pytest.raises(KVPassError, match="multiple of 16"):
+            one.layout(40)
+    with pytest.raises(KVPassError, match=r"Calibrate once.*Use kivi-sinks"):
+        Served(scheme.scheme, 2, 2, 16, torch.float32)
+
+
+def test_chunks_are_quantized_by_the_numbers_of_their_pages(scheme):
+    """Against the codec itself, page by page; each chunk alone as with others; sinks are exact in the first."""
+    heads, head_dim = scheme.heads_of(0)
+    layers = scheme.layers(1, 0, torch.float32)
+    shapes = dict.fromkeys(layers, LayerShape(heads, head_dim, torch.float32))
+    one = ChunkCodec(scheme, shapes, len(shapes), CHUNK, lowering="reference", calibrated=layers)
+    generator = torch.Generator().manual_seed(0)
+    given = [[torch.randn(heads, 3 * CHUNK, head_dim, generator=generator) for _ in layers] for _ in range(2)]
+    chunks = one.quantize([0, 1, 4], *given)
+    for number, chunk in zip((0, 1, 4), chunks, strict=True):
+        assert {name: (tuple(x.shape), x.dtype) for name, x in chunk.items()} == one.shapes(number == 0)
+    found = one.dequantize([0, 1, 4], chunks)
+    for side, expected in zip(found, given, strict=True):
+        assert all(torch.equal(a[:, :2], b[:, :2]) for a, b in zip(side, expected, strict=True))
+    alone = one.dequantize([4], chunks[2:])
+    for side, whole in zip(alone, found, strict=True):
+        assert all(torch.equal(a, b[:, 2 * CHUNK :]) for a, b in zip(side, whole, strict=True))
+    place, layer = 1, list(layers.values())[1]
+    spec, size = layer.key_spec, layer.key_spec.page_size
+    middle = torch.cat([torch.arange(size), 4 * CHUNK + torch.tensor([size // 2, size + size // 2])])
+    angles = (middle[:, None] * layer.angles.double())[None]
+    tables = PageTables(angles.cos().float(), angles.sin().float(), layer.rope)
+    x = to_page_rope(given[0][place][None, :, 2 * CHUNK :], tables, 0, size)
+    mean = mean_in_page(layer.key["center"], tables, size).repeat(1, 1, 2, 1)
+    pages = spec.codec.quantize(x - mean, spec, [layer.key[name] for name in ("share", "basis", "widths", "queries")])
+    values = spec.codec.dequantize(*pages, *(layer.key[name] for name in ("share", "basis", "widths")), spec) + mean
+    expected = from_page_rope(values, tables, 0, size)[0]
+    torch.testing.assert_close(found[0][place][:, 2 * CHUNK :], expected, atol=1e-4, rtol=1e-4)
