@@ -30,14 +30,13 @@ CALIBRATION = "modules", "manual", "readme"  # texts that share nothing with tho
 FIELDS = "divergences", "agreements", "surprisals"
 
 
-def measure(name: str, table: Table, source: str, model_name: str | None, out: Path) -> dict:
-    """Score the rows of ``table`` that ``out`` lacks; returns all of them by name."""
-    model, tokenizer = models.load(model_name, dtype=torch.float32, say=lambda text: print(text, file=sys.stderr))
+def measure(name: str, table: Table, source: str, loaded: tuple, out: Path) -> dict:
+    """Score the rows of ``table`` that ``out`` lacks; returns all of them by name. ``loaded`` is that of `load`."""
+    model_name, tokenizer, simulator = loaded
     ids = texts.tokens(tokenizer, source, table.prompt + table.scored)
     written = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": {}}
-    model_name = model_name or "SmolLM2-135M-Instruct"
     about = dict(table=name, model=model_name, text=source, prompt=table.prompt, scored=table.scored)
-    reference, simulator = quality.reference_logits(model, ids, table.prompt), Simulator(model)
+    model, reference = simulator.model, quality.reference_logits(simulator.model, ids, table.prompt)
     for row in map(resolved, table.rows):
         if row.name in written["rows"]:
             continue
@@ -52,6 +51,12 @@ def measure(name: str, table: Table, source: str, model_name: str | None, out: P
         out.write_text(json.dumps({**about, **written}, indent=None) + "\n", encoding="utf-8")
         print(f"{row.name}: KL {found.kl:.4f}, {found.bits_per_value:.2f} bits", file=sys.stderr, flush=True)
     return written["rows"]
+
+
+def load(model_name: str | None) -> tuple:
+    """The model's name, its tokenizer, and one simulator for all tables: capturing a graph takes a minute or more."""
+    model, tokenizer = models.load(model_name, dtype=torch.float32, say=lambda text: print(text, file=sys.stderr))
+    return model_name or "SmolLM2-135M-Instruct", tokenizer, Simulator(model)
 
 
 def scored(simulator: Simulator, ids, prompt: int, reference, scheme, name: str) -> Quality:
@@ -120,8 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if unknown := [name for name in args.tables if name not in TABLES]:
         parser.error(f"unknown table {unknown[0]}: choose from {', '.join(TABLES)}")
+    loaded = load(args.model) if args.tables else ()
     for name in args.tables:
-        rows = measure(name, TABLES[name], args.text, args.model, args.out / f"papers-{name}.json")
+        rows = measure(name, TABLES[name], args.text, loaded, args.out / f"papers-{name}.json")
         print(markdown(TABLES[name], rows))
     if args.page:
         page = PAGE.read_text(encoding="utf-8")
