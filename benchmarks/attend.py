@@ -9,14 +9,15 @@
 Baselines: "packed heads" is scaled_dot_product_attention over the KV heads, with the query heads of each as rows of one
 product; "repeat_kv" is what transformers calls, with every KV head copied for its query heads; "flash" is PyTorch's
 flash kernel with grouped heads, on CUDA. Variants alternate within one process; medians and ratios to the first variant
-are printed, and the peak of memory during one call. Of a calibration, the layer with the median number of bytes is taken. On CUDA, the bandwidth of the bytes
-read, packed or not, is given as a share of a measured device copy's.
+are printed, and the peak of memory during one call. Of a calibration, the layer with the median number of bytes is
+taken. On CUDA, the bandwidth of the bytes read, packed or not, is given as a share of a measured device copy's.
 """
 
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from memory import Peak
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvpass.cache.per_cache import RotaryState
@@ -27,7 +28,6 @@ from kvpass.codec.tensors import of_pages
 from kvpass.schemes import LayerGeometry
 from kvpass.schemes.calibrated import Calibration
 
-from memory import Peak
 from timing import arguments, copy_bandwidth, measure, show, write
 
 
