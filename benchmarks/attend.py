@@ -9,14 +9,15 @@
 Baselines: "packed heads" is scaled_dot_product_attention over the KV heads, with the query heads of each as rows of one
 product; "repeat_kv" is what transformers calls, with every KV head copied for its query heads; "flash" is PyTorch's
 flash kernel with grouped heads, on CUDA. Variants alternate within one process; medians and ratios to the first variant
-are printed. Of a calibration, the layer with the median number of bytes is taken. On CUDA, the bandwidth of the bytes
-read, packed or not, is given as a share of a measured device copy's.
+are printed, and the peak of memory during one call. Of a calibration, the layer with the median number of bytes is
+taken. On CUDA, the bandwidth of the bytes read, packed or not, is given as a share of a measured device copy's.
 """
 
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from memory import Peak
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvpass.cache.per_cache import RotaryState
@@ -126,7 +127,8 @@ def compare(schemes: list[str], length: int, args, dtype: torch.dtype) -> dict:
         for name in args.lowering.split(","):
             variants[f"{scheme}, {name}"] = partial(_attend, q, *given, new, name, tables)
             read[f"{scheme}, {name}"] = nbytes(states, length)
-    return dict(seconds=measure(variants, device, args.rounds), bytes_read=read)
+    seconds, peak = measure(variants, device, args.rounds), Peak(device)
+    return dict(seconds=seconds, bytes_read=read, peak={name: peak.of(fn) for name, fn in variants.items()})
 
 
 def _attend(q, packs, texts, length, new, lowering: str, tables: dict) -> None:
@@ -142,11 +144,11 @@ def main() -> None:
     with torch.inference_mode():
         for length in map(int, args.lengths.split(",")):
             results[length] = compare(args.scheme.split(","), length, args, getattr(torch, args.dtype))
-            medians, read = results[length].values()
+            medians, read, peaks = results[length].values()
             rates = {name: read[name] / each for name, each in medians.items()}
-            notes = {
-                name: f"{rate / bandwidth:4.0%} of a copy's bandwidth" for name, rate in rates.items() if bandwidth
-            }
+            notes = {name: f"{peak / 1e6:9.1f} MB of temporary memory" for name, peak in peaks.items()}
+            for name, rate in rates.items() if bandwidth else ():
+                notes[name] += f", {rate / bandwidth:4.0%} of a copy's bandwidth"
             show(f"{args.batch} x {length} tokens", medians, notes)
     write(args, device, copy_bandwidth=bandwidth, results=results)
 

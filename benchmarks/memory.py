@@ -7,9 +7,11 @@ cache.
 """
 
 import argparse
+import ctypes
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -36,6 +38,15 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again at VmRSS
+
+    def of(self, fn: Callable[[], object]) -> int:
+        """Bytes by which the peak during ``fn()`` exceeds what is held before."""
+        if not self.cuda:
+            ctypes.CDLL(None).malloc_trim(0)  # memory that was freed counts as free
+        self.reset()
+        before = self.read()
+        fn()
+        return self.read() - before
 
     def read(self) -> int:
         if self.cuda:

@@ -9,7 +9,6 @@ and ``--head-dim`` give the shape of the layer. Linux only.
 """
 
 import argparse
-import ctypes
 
 import torch
 from memory import Peak
@@ -25,11 +24,7 @@ SCHEMES = {"kivi+h2o": KIVIConfig(retention=HeavyHitter(1024, recent=512))}
 
 def read(model, cache, ids, peak: Peak) -> int:
     """Bytes by which the peak exceeds what is held before ``ids`` are read."""
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed counts as free
-    peak.reset()
-    before = peak.read()
-    model(ids, **handing(model, cache), logits_to_keep=1)
-    return peak.read() - before
+    return peak.of(lambda: model(ids, **handing(model, cache), logits_to_keep=1))
 
 
 @torch.no_grad()
