@@ -81,8 +81,8 @@ class SingleQueryAttention:
         total, packed, _, blocks, window = batch.contexts(tiles, layer.key.retention, layer.value.retention)
         q = q[tiles.rows[:, 0]].to(layer.window.dtype)
         out = torch.empty_like(q)
-        if self._rope[0] and blocks.shape[1] * self._where[2] > len(self._middles[0]):  # pages that the blocks can hold
-            self._rotate(2 * blocks.shape[1] * self._where[2])
+        if self._rope[0] and (pages := int(packed.max())) > len(self._middles[0]):
+            self._rotate(2 * pages)
         self._kernel(q.shape[1] // heads)(
             q, out, total, packed, blocks, window, *self._tensors, *self._middles, *self._relative, self._table, len(q),
             heads, blocks.shape[1], window.shape[1], *self._where, batch.lead, self._sink_head, *self._window,
