@@ -428,7 +428,7 @@ def test_the_log_names_the_lowering_and_the_reason(caplog):
     several, one, raw, kernel, masked = (
         record.message for record in caplog.records if "kvpass::attend on" in record.message
     )
-    assert "3 queries: inductor" in several and "1 query: inductor" in one
+    assert "3 queries: cpp" in several and "1 query: inductor" in one
     assert "1 query: cpp" in kernel and "not cpp: it does not support mask, sinks." in masked
     assert "1 query: reference (" in raw and "not inductor: it does not support bits=32." in raw
 

@@ -144,7 +144,7 @@ def test_a_past_of_one_tile_is_dequantized_as_a_whole(monkeypatch):
 
 # ---------------------------------------------------------------- every scheme
 
-AT_ONCE = {"h2o", "qaq", "qaq-demote"}
+AT_ONCE = {"h2o", "qaq", "qaq-demote", "qaq-paper"}
 """Schemes that are dequantized as a whole, because what they store depends on attention scores."""
 IN_TILES = set(available()) - AT_ONCE - {"streaming-llm"}  # it evicts, which only a cache can do: test_evicting_models
 
