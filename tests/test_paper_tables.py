@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpass.schemes import LayerGeometry, geometries
-from kvpass.schemes.base import Held
+from kvpass.schemes.geometry import Held
 
 FOLDER = Path(__file__).parent.parent / "benchmarks" / "papers"
 

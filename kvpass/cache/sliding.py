@@ -12,7 +12,7 @@ from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..layout.window import length_of, offset_of
 from ..schemes import LayerGeometry, LayerPlan, SchemeConfig
-from ..schemes.base import Heads
+from ..schemes.geometry import Heads
 from .layer import PackedLayer
 from .state import KVState
 

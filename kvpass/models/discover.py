@@ -14,7 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from ..errors import KVPassError
 from ..schemes import LayerGeometry, geometries
-from ..schemes.base import Held, unequal
+from ..schemes.geometry import Held, unequal
 
 _LOUDER = 100.0  # the output must not change if unwritten slots hold noise this many times larger
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer
 
-from ..schemes.base import Held, unequal
+from ..schemes.geometry import Held, unequal
 
 _NOTHING = "keeps nothing: this layer has no attention, or attends to what another layer stores"
 _LINEAR = "keeps a recurrent or convolution state of fixed size and no KV cache, so there is nothing to pack"

@@ -34,8 +34,8 @@ from ..layout.window import layout
 from ..models.arguments import keeping
 from ..models.probe import full_attention, probe
 from ..schemes import LayerGeometry, SchemeConfig, geometries
-from ..schemes.base import Held
 from ..schemes.calibrated import Calibration
+from ..schemes.geometry import Held
 from .runtime import Runtime
 
 _CHUNK = 256  # queries per chunk: scores are [B, H_q, 256, T]

@@ -1,22 +1,10 @@
 """One small file per paper: a frozen config that composes codec primitives into a plan."""
 
 from .aqua import AquaKVConfig
-from .base import (
-    Heads,
-    LayerGeometry,
-    LayerPlan,
-    SchemeConfig,
-    available,
-    check_edges,
-    check_sources,
-    compose,
-    geometries,
-    get,
-    named,
-    register_scheme,
-)
+from .base import LayerPlan, SchemeConfig, available, check_edges, check_sources, compose, get, named, register_scheme
 from .e8 import LatticeConfig
 from .gear import GEARConfig
+from .geometry import Heads, LayerGeometry, geometries
 from .higgs import HIGGSConfig
 from .identity import IdentityConfig
 from .kitty import KittyConfig

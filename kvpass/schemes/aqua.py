@@ -12,7 +12,8 @@ from ..codec.predictor import parse_predictor
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..fields import check_integers
-from .base import LayerGeometry, LayerPlan, SchemeConfig, get, register_scheme
+from .base import LayerPlan, SchemeConfig, get, register_scheme
+from .geometry import LayerGeometry
 from .higgs import HIGGSConfig
 from .identity import IdentityConfig
 from .kivi import KIVIConfig

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from ..codec.error_term import ErrorTerm
 from ..fields import check_integers
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerPlan, register_scheme
+from .geometry import LayerGeometry
 from .kivi import KIVIConfig
 
 

@@ -8,7 +8,8 @@ from ..codec.quantizer import Quantizer
 from ..codec.spec import CodecSpec
 from ..codec.transform import Transform
 from ..fields import check_integers
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerPlan, register_scheme
+from .geometry import LayerGeometry
 from .storage import StorageConfig
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from ..codec.quantizer import Quantizer
 from ..codec.spec import CodecSpec
 from ..layout.retention import POLICIES
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerPlan, register_scheme
+from .geometry import LayerGeometry
 from .storage import StorageConfig
 
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from ..codec.boost import Boosted
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerPlan, register_scheme
+from .geometry import LayerGeometry
 from .kivi import KIVIConfig
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from ..codec.quantizer import Subspace
 from ..layout.retention import Recent, Sinks
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerPlan, register_scheme
+from .geometry import LayerGeometry
 from .uniform import UniformConfig
 
 

@@ -8,7 +8,8 @@ from ..codec.spec import CodecSpec
 from ..codec.transform import Transform
 from ..fields import check_integers
 from ..layout.retention import Retention
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerPlan, register_scheme
+from .geometry import LayerGeometry
 from .storage import StorageConfig
 
 

@@ -7,7 +7,8 @@ from ..codec.datatype import CalibratedDatatype
 from ..codec.nuq import PageDatatype
 from ..codec.quantizer import Quantizer
 from ..codec.spec import CodecSpec
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerPlan, register_scheme
+from .geometry import LayerGeometry
 from .kivi import KIVIConfig
 from .storage import StorageConfig
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerPlan, register_scheme
+from .geometry import LayerGeometry
 from .uniform import UniformConfig
 
 

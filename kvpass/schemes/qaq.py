@@ -7,7 +7,8 @@ from ..codec.quantizer import Adaptive, Quantizer
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..fields import check_integers
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerPlan, register_scheme
+from .geometry import LayerGeometry
 from .storage import StorageConfig
 
 _PAPER = dict(residual=1, widths=(0, 1, 2, 3, 4, 5, 6, 7, 8), every="token")

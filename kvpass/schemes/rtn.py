@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerPlan, register_scheme
+from .geometry import LayerGeometry
 from .uniform import UniformConfig
 
 

@@ -9,7 +9,8 @@ head and sample.
 from dataclasses import dataclass
 
 from ..codec.quantizer import Subspace
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerPlan, register_scheme
+from .geometry import LayerGeometry
 from .kivi import KIVIConfig
 
 

@@ -7,7 +7,8 @@ from ..codec.transform import Transform
 from ..errors import KVPassError
 from ..fields import check_integer, check_integers, made
 from ..layout.retention import Retention
-from .base import LayerGeometry, LayerPlan, SchemeConfig, get
+from .base import LayerPlan, SchemeConfig, get
+from .geometry import LayerGeometry
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from ..codec.spec import CodecSpec
 from ..codec.transform import Transform
 from ..errors import KVPassError
 from ..fields import check_integers
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerPlan, register_scheme
+from .geometry import LayerGeometry
 from .storage import StorageConfig
 
 

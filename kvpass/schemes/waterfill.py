@@ -24,7 +24,8 @@ from ..codec.transform_coding import PAIRS
 from ..errors import KVPassError
 from ..fields import check_integers
 from ..layout.retention import Retention
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerPlan, register_scheme
+from .geometry import LayerGeometry
 from .storage import StorageConfig
 
 _Fields = tuple[int, int]

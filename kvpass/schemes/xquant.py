@@ -10,7 +10,8 @@ from typing import Any
 
 from ..errors import KVPassError
 from ..fields import check_integers
-from .base import LayerGeometry, LayerPlan, register_scheme, retire_preset
+from .base import LayerPlan, register_scheme, retire_preset
+from .geometry import LayerGeometry
 from .uniform import UniformConfig
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from ..codec.balance import ChannelSeparable
 from ..codec.salient import Salient
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerPlan, register_scheme
+from .geometry import LayerGeometry
 from .kivi import KIVIConfig
 
 
