@@ -41,7 +41,7 @@ def untouched(model):
         (dict(scheme=3), "must be a name"),
         (dict(scheme={"bits": 4}), "names its scheme"),
         (dict(scheme={"scheme": "kivi", "bit": 4}), "no field"),
-        (dict(scheme={"scheme": "kivi", "group_size": 64, "residual": 64}), "does not divide head_dim=32"),
+        (dict(scheme={"scheme": "kivi", "group_size": 24, "residual": 24}), "does not divide head_dim=32"),
         (dict(scheme={"scheme": "squat", "block_size": 20}), "block_size=20 does not divide head_dim=32"),
         (dict(scheme="kivi", lowering="cutlass"), "use one of auto, eager"),
         (dict(scheme="kivi", max_cache_len=0), "at least 1"),

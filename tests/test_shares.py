@@ -141,6 +141,18 @@ def test_kernels_make_the_same_pages(ranked, adapts, dtype):
             assert select(DispatchKey(op, "cpu", (str(spec),), head_dim=HEAD)).name == shares_pages.NAME
 
 
+@pytest.mark.parametrize("ranked", [True, False])
+def test_any_bytes_are_dequantized(ranked):
+    """A server's blocks are also read where nothing is stored yet."""
+    spec = spec_of(ranked=ranked)
+    given = given_of(spec)
+    (pages,) = quantize_pages(mixed(1, 2, HEADS, 64, HEAD), spec, fitted(spec, given))
+    for seed in range(8):
+        drawn = torch.randint(0, 256, pages.shape, dtype=torch.uint8, generator=generator(seed))
+        found = dequantize_pages(drawn, given["share"], given["basis"], given["widths"], spec)
+        assert found.shape == (2, HEADS, 64, HEAD)
+
+
 def test_values_follow_their_keys():
     keys, values = spec_of(), spec_of(follows=True)
     given = given_of(keys)

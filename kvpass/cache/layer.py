@@ -291,7 +291,8 @@ class PackedLayer(CacheLayerMixin):
             )
         self._refuse_other_tokens(key_states)
         past = deferred = None
-        if context.reads is not None and self.can_defer and length_of(context.length):
+        as_stored = key_states.dtype == value_states.dtype == self.geometry.dtype  # not under autocast
+        if context.reads is not None and self.can_defer and as_stored and length_of(context.length):
             self._read_uncaptured()
             read = LayerRead(self, key_states, value_states)
             context.reads.append(weakref.ref(read))
@@ -313,9 +314,9 @@ class PackedLayer(CacheLayerMixin):
     def can_defer(self) -> bool:
         """Whether attention may read the past as it is stored after the present has been stored, without a graph: see
         `LayerRead`."""
-        plan = self.plan
+        plan, device = self.plan, self.geometry.device.type
         needs_dense = self.predicts_next or plan.looks_at_previous or plan.adaptive or plan.evicts
-        return self.geometry.device.type == "cpu" and not needs_dense
+        return device == "cpu" and not (needs_dense or torch.is_autocast_enabled(device))
 
     def _refuse_other_tokens(self, key_states: Tensor) -> None:
         """Raise `KVPassError` for a second update in one forward, or if the cache has no room for this many tokens.
