@@ -198,7 +198,7 @@ def test_nan_in_one_request_stops_no_other():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.slow_cases("dtype1", "False")
+@pytest.mark.slow_cases("dtype1-*", "*-False")
 @pytest.mark.parametrize("ranked", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_of_calibrated_pages_equals_the_reference(dtype, ranked):

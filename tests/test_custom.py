@@ -127,6 +127,7 @@ def test_lossless_pages_change_nothing_and_codes_equal_those_of_eager(make):
     assert not torch.allclose(eager, expected, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_values_follow_their_keys_in_either_write_order():
     """The same model in two versions, one of which writes its values first."""
     ids, scheme, found = tokens(2, TOTAL), dict(scheme="waterfill", recent=0, residual=16), []

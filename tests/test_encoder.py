@@ -60,6 +60,7 @@ def test_other_ways_to_generate_equal_the_untouched_model(mode):
     torch.testing.assert_close(got[1], expected[1], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow_cases("scheme1*")
 @pytest.mark.parametrize(
     ("scheme", "why"),
     [

@@ -105,6 +105,7 @@ def test_attention_of_several_tokens_equals_the_reference(scheme, dtype, shape, 
     assert_as_the_reference(module, plan, shape, dtype, present, lengths, tokens=tokens)
 
 
+@pytest.mark.slow_cases("*-1")
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("vectors", [256, 1])
 def test_kernels_agree_for_every_vector_size(vectors, tokens):

@@ -352,6 +352,7 @@ def test_ops_whose_sizes_grow_with_the_cache_stay_out_of_cuda_graphs():
     assert tagged == of_a_length
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_a_mode_reaches_inductor_and_changes_nothing_on_the_cpu(monkeypatch, reference_in_this_test):
     seen, logits = [], []

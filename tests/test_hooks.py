@@ -270,6 +270,7 @@ def test_changes_of_adapters_are_noticed():
         assert watch.changed() and not watch.changed()
 
 
+@pytest.mark.slow_cases("reduce-overhead")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_adapters_are_switched_disabled_and_merged_while_decoding(mode):
     changes = [None, None, *(each for name in ("switched", "disabled", "merged") for each in (ADAPTERS[name], None))]

@@ -267,6 +267,7 @@ always = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(always, always, st.sampled_from(range(4)))
 def test_causality_is_recognised_next_to_trivially_true_terms(true, also_true, how):
     def mask(i, j, past, total):

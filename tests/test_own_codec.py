@@ -138,6 +138,7 @@ def test_kernels_without_support_leave_it_to_the_reference(op):
         select(dispatch, "inductor")
 
 
+@pytest.mark.slow
 def test_attention_reads_its_pages():
     (key, _), (value, _) = filled(KEYS, 150), filled(VALUES, 150)
     q, new = randn(1, 2, 4, 1, 32), randn(2, 2, 2, 1, 32)

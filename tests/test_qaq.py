@@ -343,6 +343,7 @@ def test_a_window_longer_than_a_page_survives_cache_operations():
     assert not importance.largest(40).any()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_attention_of_steps_reaches_the_classes_through_a_window_longer_than_a_page(monkeypatch):
     model, ids, chosen_by = llama("eager", layers=1), tokens(1, 32), {}
@@ -422,6 +423,7 @@ def levels_of(state):
     return state._tokens(state.count).levels.unique().tolist()
 
 
+@pytest.mark.slow
 def test_attention_of_a_prompt_reaches_the_classes():
     """The attention weights of as many of the model's last prompt queries as a page has tokens determine the bit widths
     of values."""

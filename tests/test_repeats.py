@@ -103,6 +103,7 @@ def test_the_pass_processes_no_more_nodes_for_deeper_models():
     assert nodes(3) == nodes(7)
 
 
+@pytest.mark.slow_cases("kivi-1-0")
 @pytest.mark.slow_cases("squat*", "*rope=pre*", "kivi-2-0")
 @pytest.mark.nightly_cases("*rope=pre*-0", "higgs-*")
 @pytest.mark.parametrize("batch, padding", [(1, 0), (2, 0), (2, 7)])
@@ -118,6 +119,7 @@ def test_pieces_store_what_goes_by_queries_tables_and_keys_as_the_whole_does():
     assert report.graphs and all(graph.repeats == 4 for graph in report.graphs)
 
 
+@pytest.mark.slow_cases("sdpa")
 @pytest.mark.slow_cases("eager")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_layers_that_differ_stay_outside_of_the_repeats(attention):
@@ -127,6 +129,7 @@ def test_layers_that_differ_stay_outside_of_the_repeats(attention):
     assert [graph.repeats for graph in steps(report)] == [5]
 
 
+@pytest.mark.slow
 def test_layers_that_take_turns_repeat_together():
     report = as_a_whole(widened(llama(layers=8), every=2), "kivi")
     (graph,) = steps(report)
@@ -140,6 +143,7 @@ def test_layers_that_share_codes_repeat_together():
     assert graph.repeats == 5 and graph.fused == 12
 
 
+@pytest.mark.slow_cases("kivi*")
 @pytest.mark.slow_cases("qaq")
 @pytest.mark.parametrize("scheme", [KIVIConfig(group_size=16, retention=HeavyHitter(32, 24, 16)), "qaq"], ids=str)
 def test_layers_that_exchange_data_are_processed_as_a_whole(scheme):
@@ -147,6 +151,7 @@ def test_layers_that_exchange_data_are_processed_as_a_whole(scheme):
     assert report.graphs and not any(graph.repeats for graph in report.graphs)
 
 
+@pytest.mark.slow
 def test_reading_every_layer_prevents_splitting():
     report = as_a_whole(llama(layers=4), "kivi", output_hidden_states=True)
     assert report.graphs and not any(graph.repeats for graph in report.graphs)
@@ -182,6 +187,7 @@ def test_a_graph_that_repeats_itself_serves_every_length_and_cache(compiled):
     assert counters["stats"]["unique_graphs"] == 1 and len(compiled) == 3
 
 
+@pytest.mark.slow
 def test_weights_of_the_same_shape_but_another_layout_are_not_alike():
     model = llama(layers=4)
     weight = model.model.layers[1].mlp.up_proj.weight

@@ -138,6 +138,7 @@ def test_layers_together_and_tokens_taken_back(reruns):
     assert reruns[0].replayed > 10
 
 
+@pytest.mark.slow
 def test_a_changed_weight_recaptures_the_step(reruns):
     found = []
     for lowering, mode in (("reference", None), ("triton", "reduce-overhead")):
@@ -171,6 +172,7 @@ def test_captured_steps_do_not_keep_caches_alive(monkeypatch):
     assert gone() is None
 
 
+@pytest.mark.slow_cases("kivi+h2o*")
 @pytest.mark.parametrize(
     "scheme, options, reason",
     [

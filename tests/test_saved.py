@@ -67,6 +67,7 @@ def without_model(cache, way, folder):
     return kept
 
 
+@pytest.mark.slow_cases("qaq*", "kivi+h2o*")
 @pytest.mark.nightly_cases("kivi+streaming*", "qaq without*")
 @pytest.mark.parametrize("way", [through_a_file, through_pickle, through_torch, by_copying])
 def test_a_loaded_cache_continues_like_the_saved_one(cache, way, tmp_path):

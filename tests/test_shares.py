@@ -278,6 +278,7 @@ def states(plan, shape, dtype, n, total=None, seed=0):
     return key, value, q, k, v
 
 
+@pytest.mark.slow_cases("dtype1-*")
 @FORMS
 @pytest.mark.parametrize(
     ("dtype", "shape", "fields"),

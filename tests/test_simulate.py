@@ -42,6 +42,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow_cases("kivi before RoPE-*")
 @pytest.mark.slow_cases(
     "squat before RoPE-60-sdpa",
     "kivi, scales*",

@@ -244,6 +244,7 @@ def test_the_state_holds_what_a_list_of_all_tokens_does(sinks, seed):
         assert torch.equal(state.dequantize(stored)[:, :, retention.hidden(stored) :], window), step
 
 
+@pytest.mark.slow_cases("gemma")
 @pytest.mark.parametrize("make", [mistral, gemma], ids=lambda make: make.__name__)
 def test_a_step_is_one_graph_at_every_length_and_attends_without_a_mask(make):
     torch._dynamo.reset()

@@ -299,6 +299,7 @@ def test_weights_quantized_by_torchao():
     check(model, mode(input_ids=tokens(2, 40)))
 
 
+@pytest.mark.slow
 def test_weights_of_four_bits_by_torchao():
     """On CPUs their products are bfloat16, in ops of torchao. Layers are still compiled only once."""
     from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
@@ -314,6 +315,7 @@ def test_weights_of_four_bits_by_torchao():
     assert graph.fused == graph.repeats == 3 and not graph.refused
 
 
+@pytest.mark.slow
 def test_requantized_weights_are_noticed():
     """Dynamo does not check such weights; `kvpass.compile.subclasses` does."""
     model = llama()
@@ -356,6 +358,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow_cases("before: layers")
 @pytest.mark.slow_cases("before: forward, fullgraph", "wrapped, fullgraph", "forward")
 @pytest.mark.parametrize("how", [*COMPILED, "before: forward, fullgraph", "before: layers"])
 def test_a_model_may_be_compiled_before_apply_and_after(how, reference_in_this_test):

@@ -46,6 +46,7 @@ def test_a_warm_model_captures_nothing(scheme):
     assert captured(model) == warm
 
 
+@pytest.mark.slow_cases("inference_mode")
 @pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
 def test_it_is_warm_for_calls_of_the_same_mode(mode):
     model = kvpass.apply(llama(layers=1), "kivi-pre")
@@ -60,6 +61,7 @@ def test_it_is_warm_for_calls_of_the_same_mode(mode):
     assert captured(model) == warm
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_is_warmed_up():
     model = kvpass.apply(ZOO["BART"].model("sdpa"), KIVIConfig(group_size=8, residual=8))
     kvpass.warmup(model, padded=True)
