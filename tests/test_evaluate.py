@@ -70,8 +70,18 @@ def token_by_token(model, ids, reference, scheme):
         return quality.score(model, ids, PROMPT, reference, name=str(scheme))
 
 
-@pytest.mark.slow_cases("kivi-paper", "kivi-128", "kivi-hqq", "kivi-pre", "squat-paper", "xquant-128", "logquant-192")
-@pytest.mark.slow_cases("kvquant", "waterfill-[23]", "squat-pre")
+@pytest.mark.slow_cases(
+    "kvquant",
+    "waterfill-[23]",
+    "squat-pre",
+    "kivi-paper",
+    "kivi-128",
+    "kivi-hqq",
+    "kivi-pre",
+    "squat-paper",
+    "xquant-128",
+    "logquant-192",
+)
 @pytest.mark.nightly_cases(
     "gear-*", "kitty-25", "kvarn-*", "kvquant-*", "turboquant-[34]", "turboquant-prod-4", "zipcache-4"
 )

@@ -334,8 +334,7 @@ def test_the_default_scheme_needs_no_graph_for_a_latent_and_gives_the_rotary_par
     assert not [w for w in recwarn if "kvpass" in str(w.message)]
 
 
-@pytest.mark.slow_cases("h2o")
-@pytest.mark.slow_cases("streaming-llm")
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "streaming-llm"])
 def test_tokens_of_a_latent_are_evicted(deepseek, policy):
     budget = schemes.compose(

@@ -233,8 +233,7 @@ def test_shared_codes_follow_growth_copies_beams_and_resets():
     assert other.layers[3].key_state.source is other.layers[2].key_state
 
 
-@pytest.mark.slow_cases("averaged")
-@pytest.mark.slow_cases("[lpt]*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

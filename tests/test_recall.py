@@ -57,8 +57,7 @@ def assert_same(got, expected):
         assert torch.equal(mine.logits, theirs.logits)
 
 
-@pytest.mark.slow_cases("identity")
-@pytest.mark.slow_cases("scheme*")
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [KIVI, dict(scheme="waterfill", residual=16, recent=0, sinks=0), "identity"])
 def test_a_recalled_step_equals_the_step(scheme, through_dynamo):
     """While pools grow, pages are packed, drafts are verified and tokens are cropped."""

@@ -103,8 +103,7 @@ def test_the_pass_processes_no_more_nodes_for_deeper_models():
     assert nodes(3) == nodes(7)
 
 
-@pytest.mark.slow_cases("kivi-1-0")
-@pytest.mark.slow_cases("squat*", "*rope=pre*", "kivi-2-0")
+@pytest.mark.slow_cases("squat*", "*rope=pre*", "kivi-2-0", "kivi-1-0")
 @pytest.mark.nightly_cases("*rope=pre*-0", "higgs-*")
 @pytest.mark.parametrize("batch, padding", [(1, 0), (2, 0), (2, 7)])
 @pytest.mark.parametrize("scheme", ["kivi", "squat", "higgs", KIVIConfig(rope="pre"), SQuatConfig(rope="pre")], ids=str)
@@ -119,8 +118,7 @@ def test_pieces_store_what_goes_by_queries_tables_and_keys_as_the_whole_does():
     assert report.graphs and all(graph.repeats == 4 for graph in report.graphs)
 
 
-@pytest.mark.slow_cases("sdpa")
-@pytest.mark.slow_cases("eager")
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_layers_that_differ_stay_outside_of_the_repeats(attention):
     report = as_a_whole(widened(llama(attention, layers=6), every=6), "kivi")  # the first one
@@ -143,8 +141,7 @@ def test_layers_that_share_codes_repeat_together():
     assert graph.repeats == 5 and graph.fused == 12
 
 
-@pytest.mark.slow_cases("kivi*")
-@pytest.mark.slow_cases("qaq")
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [KIVIConfig(group_size=16, retention=HeavyHitter(32, 24, 16)), "qaq"], ids=str)
 def test_layers_that_exchange_data_are_processed_as_a_whole(scheme):
     _, _, report = decoded(llama(layers=4), scheme)

@@ -358,8 +358,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.slow_cases("before: layers")
-@pytest.mark.slow_cases("before: forward, fullgraph", "wrapped, fullgraph", "forward")
+@pytest.mark.slow_cases("before: forward, fullgraph", "wrapped, fullgraph", "forward", "before: layers")
 @pytest.mark.parametrize("how", [*COMPILED, "before: forward, fullgraph", "before: layers"])
 def test_a_model_may_be_compiled_before_apply_and_after(how, reference_in_this_test):
     """The recipes of transformers' documentation. After `apply` they compile kvpass's forward, which compiles steps."""

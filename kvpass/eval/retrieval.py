@@ -6,9 +6,9 @@ and most of the answer with it.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ _NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key."
 _TASK = "There is a pass key hidden in the following text. Find it and remember it.\n\n"
 _QUESTION = "What is the pass key? Answer with the number."
 _ANSWER_TOKENS = 16
+Asked = TypeVar("Asked")
+Answered = TypeVar("Answered")
 
 
 @dataclass(frozen=True)
@@ -141,13 +143,29 @@ def retrieve(
         for depth in depths
         for seed in range(repeats)
     ]
-    results: dict[str, list[Retrieval]] = {name: [] for name in schemes}
+
+    def answer(asked: tuple[int, float, Passkey]) -> Retrieval:
+        length, depth, hidden = asked
+        return Retrieval(length, depth, hidden.key, ask(model, tokenizer, hidden.text, hidden.question))
+
+    return under_each_scheme(model, schemes, questions, answer, progress)
+
+
+def under_each_scheme(
+    model: nn.Module,
+    schemes: Mapping[str, Scheme],
+    questions: Sequence[Asked],
+    answer: Callable[[Asked], Answered],
+    progress: bool,
+) -> dict[str, list[Answered]]:
+    """``answer`` of each question, while ``model`` has each of ``schemes`` (None: full precision) applied. Decoding is
+    not compiled."""
+    results: dict[str, list[Answered]] = {name: [] for name in schemes}
     with bar("", len(schemes) * len(questions), "answer", progress) as answers:
         for name, scheme in schemes.items():
             answers.set_description(name)
             with packed(model, scheme, **({} if scheme is None else {"lowering": "eager"})):
-                for length, depth, hidden in questions:
-                    answer = ask(model, tokenizer, hidden.text, hidden.question)
-                    results[name].append(Retrieval(length, depth, hidden.key, answer))
+                for question in questions:
+                    results[name].append(answer(question))
                     answers.update()
     return results

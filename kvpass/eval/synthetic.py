@@ -18,9 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import KVPassError
 from ..fields import shown
-from ..progress import bar
-from .quality import packed
-from .retrieval import around, ask, encode
+from .retrieval import around, ask, encode, under_each_scheme
 from .size import Scheme
 from .texts import read
 
@@ -201,13 +199,9 @@ def run_ruler(
         for length in lengths
         for seed in range(repeats)
     ]
-    results: dict[str, list[Answer]] = {name: [] for name in schemes}
-    with bar("", len(schemes) * len(asked), "answer", progress) as answers:
-        for name, scheme in schemes.items():
-            answers.set_description(name)
-            with packed(model, scheme, **({} if scheme is None else {"lowering": "eager"})):
-                for task, length, one in asked:
-                    answer = ask(model, tokenizer, one.text, one.question, one.most)
-                    results[name].append(Answer(task, length, one.wanted, answer))
-                    answers.update()
-    return results
+
+    def answer(one: tuple[str, int, Question]) -> Answer:
+        task, length, put = one
+        return Answer(task, length, put.wanted, ask(model, tokenizer, put.text, put.question, put.most))
+
+    return under_each_scheme(model, schemes, asked, answer, progress)
