@@ -79,31 +79,56 @@ constexpr int QUERIES_AT_ONCE = QUERIES < 4 ? QUERIES : 4;  // queries per unpac
 constexpr float PAIR = 1.5f, SINGLE = 0.5f;  // the codes that represent 0
 constexpr int GAINS = 256;  // entries of the table; the weights of the kinds of fields follow
 
-// The value of the lowest BITS (1 or 2) bits of each lane.
-template <int BITS>
-inline Floats centered(Ints x) {
-    constexpr int ONES = (1 << BITS) - 1;
-    constexpr float ZERO = BITS == 2 ? PAIR : SINGLE;
-#if LANES >= 8  // look-up by the lowest two bits
-    constexpr float third = (2 & ONES) - ZERO, last = ONES - ZERO;
+// What a field adds to its coordinate: the weight of its kind times its code, relative to the code that represents 0.
+struct Field {
+#if LANES >= 8
+    float by_code[4];
+
+    Field(float weight = 0, float zero = 0) {
+        for (int code = 0; code < 4; code++) by_code[code] = weight * ((zero == SINGLE ? code % 2 : code) - zero);
+    }
+
+    // The value of the code in the lowest BITS (1 or 2) bits of each lane: a look-up by the lowest two.
+    template <int BITS>
+    Floats of(Ints x) const {
+        const __m128 values = load<__m128>(by_code);
 #if LANES == 16
-    return (Floats)_mm512_permutevar_ps(_mm512_set4_ps(last, third, 1 - ZERO, -ZERO), (__m512i)x);
+        return (Floats)_mm512_permutevar_ps(_mm512_broadcast_f32x4(values), (__m512i)x);
 #else
-    const __m256 numbers = _mm256_setr_ps(-ZERO, 1 - ZERO, third, last, -ZERO, 1 - ZERO, third, last);
-    return (Floats)_mm256_permutevar_ps(numbers, (__m256i)x);
+        return (Floats)_mm256_permutevar_ps(_mm256_broadcast_ps(&values), (__m256i)x);
 #endif
+    }
 #else
-    return numbers(x & ONES) - ZERO;
+    float weight, zero;
+
+    Field(float weight = 0, float zero = 0) : weight(weight), zero(zero) {}
+
+    template <int BITS>
+    Floats of(Ints x) const {
+        return (numbers(x & (1 << BITS) - 1) - zero) * weight;
+    }
 #endif
-}
+};
 
 // Lane i is from[at[i]]. SIZE: number of values in from.
 template <int SIZE>
-inline Floats permuted(const float* from, const int32_t* at) {
+inline Floats permuted(const float* from, Ints at) {
 #if LANES == 16
-    if constexpr (SIZE == 16) return (Floats)_mm512_permutexvar_ps(load<__m512i>(at), load<__m512>(from));
+    if constexpr (SIZE == 16) return (Floats)_mm512_permutexvar_ps((__m512i)at, load<__m512>(from));
     if constexpr (SIZE == 32)
-        return (Floats)_mm512_permutex2var_ps(load<__m512>(from), load<__m512i>(at), load<__m512>(from + 16));
+        return (Floats)_mm512_permutex2var_ps(load<__m512>(from), (__m512i)at, load<__m512>(from + 16));
+#endif
+#if LANES == 8
+    if constexpr (SIZE == 16 || SIZE == 32) {  // the bits of an index choose a lane, then a vector
+        const __m256i index = (__m256i)at;
+        const auto of_two = [&](int first) {
+            const __m256 low = _mm256_permutevar8x32_ps(load<__m256>(from + first), index);
+            const __m256 high = _mm256_permutevar8x32_ps(load<__m256>(from + first + 8), index);
+            return _mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(index, 28));
+        };
+        if constexpr (SIZE == 16) return (Floats)of_two(0);
+        else return (Floats)_mm256_blendv_ps(of_two(0), of_two(16), (__m256)_mm256_slli_epi32(index, 27));
+    }
 #endif
     Floats found = {};
     for (int i = 0; i < LANES; i++) found[i] = from[at[i]];
@@ -111,6 +136,7 @@ inline Floats permuted(const float* from, const int32_t* at) {
 }
 
 #undef BY_MASKS
+#undef BY_FLAGS
 #if RANKED && LANES == 16 && defined(__BMI2__) && PAGE % 16 == 0 && PAGE <= 64
 #define BY_MASKS 1
 
@@ -140,6 +166,29 @@ inline void for_each_mask(const uint8_t* page, const Layout& layout, Do act) {
 #define BY_MASKS 0
 #endif
 
+#if RANKED && (PAGE == 32 || PAGE == 64)
+#define BY_FLAGS 1
+
+// Calls act(t, flags, high) for each 8 tokens from t on. flags: a byte per token, 1 if it is a high-precision one. high:
+// the number of high-precision tokens before t.
+template <typename Do>
+inline void for_each_flags(const uint8_t* page, const Layout& layout, Do act) {
+    constexpr int ROWS = PAGE / 8;  // bit b of row r is token b * ROWS + r
+    constexpr uint64_t ONES = ~uint64_t(0) / 255;
+    uint64_t rows = 0, high = 0;
+    for (int row = 0; row < ROWS; row++)
+        rows |= uint64_t(page[layout.mask_at + row * layout.mask_row]) << 8 * row;
+    if (ROWS == 4) rows |= rows >> 1 << 32;
+    for (int t = 0; t < PAGE; t += 8) {
+        const uint64_t flags = rows >> t / ROWS & ONES;
+        act(t, flags, high);
+        high += flags * ONES >> 56;
+    }
+}
+#else
+#define BY_FLAGS 0
+#endif
+
 inline Ints counting_from(int first) {
     Ints found;
     for (int i = 0; i < LANES; i++) found[i] = first + i;
@@ -157,6 +206,20 @@ inline void find_slots(const uint8_t* page, const Layout& layout, int32_t* slots
             _mm512_maskz_expand_epi32(mask, (__m512i)counting_from(high)), _mm512_maskz_expand_epi32(~mask, low));
         std::memcpy(slots + t, &found, sizeof(found));
     });
+#elif BY_FLAGS
+    uint8_t found[PAGE];
+    for_each_flags(page, layout, [&](int t, uint64_t flags, uint64_t high) {  // computes 8 bytes at a time
+        constexpr uint64_t ONES = ~uint64_t(0) / 255, COUNTING = 0x0706050403020100;
+        const uint64_t before = flags * ONES << 8, is_high = flags * 255;
+        const uint64_t low = COUNTING - before + (first_token(LAST) + t - high) * ONES;
+        const uint64_t own = low ^ ((low ^ (before + high * ONES)) & is_high);
+        std::memcpy(found + t, &own, sizeof(own));
+    });
+    for (int t = 0; t < PAGE; t += LANES) {
+        Ints own = widened(found + t);
+        own = own < PAGE ? own : Ints{} + PAGE - 1;
+        std::memcpy(slots + t, &own, sizeof(own));
+    }
 #elif RANKED
     int high = 0;
     for (int t = 0; t < PAGE; t++) {
@@ -222,14 +285,61 @@ inline void for_each_rank(Do act) {
     if constexpr (BEGIN < LAST) for_each_rank<BEGIN + 1>(act);
 }
 
+#if LANES >= 8
+// For columns of matrices with up to 8 columns: the bytes of each 16 bytes that are in 16 rows of a column.
+struct ColumnBytes {
+    static constexpr int WIDEST = 8;
+    uint8_t at[WIDEST + 1][WIDEST][16];
+
+    constexpr ColumnBytes() : at{} {
+        for (int columns = 1; columns <= WIDEST; columns++)
+            for (int v = 0; v < columns; v++)
+                for (int row = 0; row < 16; row++) {
+                    const int byte = row * columns - v * 16;
+                    at[columns][v][row] = byte >= 0 && byte < 16 ? byte : 255;
+                }
+    }
+};
+constexpr ColumnBytes COLUMN_BYTES;
+
+// 16 rows of a column of bytes. columns: bytes per row, at most ColumnBytes::WIDEST. Up to columns - 1 bytes after the
+// last one are read.
+inline __m128i column_of_bytes(const uint8_t* from, int columns) {
+    __m128i found = {};
+    for (int v = 0; v < columns; v++)
+        found = _mm_or_si128(
+            found, _mm_shuffle_epi8(load<__m128i>(from + 16 * v), load<__m128i>(COLUMN_BYTES.at[columns][v])));
+    return found;
+}
+
+// The gains of levels: those of the first octave, times a power of 2.
+inline Floats gains_of(const uint8_t* levels, const float* table) {
+    constexpr int OCTAVE = 16, EXPONENT = 23;
+    const Ints level = widened(levels);
+    return (Floats)((Ints)permuted<OCTAVE>(table, level & OCTAVE - 1) + (level / OCTAVE << EXPONENT));
+}
+#endif
+
 // Finds the gain of the token in each slot of a page.
 inline void find_gains(const uint8_t* page, const Layout& layout, const float* table, float* gains) {
     for_each_rank([&](auto rank) {
         constexpr int tokens = RANKS[rank.value].tokens;
         const Place& own = layout[rank.value];
         if (SHARED && !own.pairs && !own.singles) return;  // gains are not used
-        for (int t = 0; t < tokens; t++)
-            gains[first_token(rank) + t] = table[page[own.gains_at + t * own.gains_row]];
+        const uint8_t* levels = page + own.gains_at;
+        float* found = gains + first_token(rank);
+#if LANES >= 8
+        if (tokens % 16 == 0 && own.gains_row <= ColumnBytes::WIDEST) {
+            for (int t = 0; t < tokens; t += 16) {
+                uint8_t column[16];
+                const __m128i loaded = column_of_bytes(levels + t * own.gains_row, own.gains_row);
+                std::memcpy(column, &loaded, sizeof(column));
+                for (int i = 0; i < 16; i += LANES) store(found + t + i, gains_of(column + i, table));
+            }
+            return;
+        }
+#endif
+        for (int t = 0; t < tokens; t++) found[t] = table[levels[t * own.gains_row]];
     });
 }
 

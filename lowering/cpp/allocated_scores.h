@@ -7,6 +7,8 @@ constexpr int ROWS = QUERIES % 2 ? 4 : 8;  // queries per product with the basis
 constexpr int BEFORE_MIDDLE = padded(PAGE / 2);  // tokens before the middle of a page, padded
 constexpr int SLOTS = 16, VECTORS_PER_WORD = SLOTS / LANES;  // tokens per four-byte word, and vectors of them
 constexpr int ACCUMULATORS = LANES > 8 ? 2 : 1;  // independent sums, to hide latency
+constexpr int VECTORS_OF_BLOCK = (BLOCK + LANES - 1) / LANES;
+constexpr int SUMS = LANES > 8 ? 16 : 8;  // of a product; more do not fit into registers
 
 // Positions of the tokens of a rank: in the rank (slot), and in the words of a field (bit positions pair and single). A
 // word has all tokens of up to four rows of pairs.
@@ -51,11 +53,12 @@ inline void to_words(const uint8_t* bytes, int first, int rows, int row_bytes, i
 struct Head {
     float columns[HEAD * BLOCK + LANES];
     int32_t coordinate[FIELDS] = {};
-    float weight[FIELDS] = {};
+    Field fields[FIELDS];
+    int vectors[HEAD / BLOCK][VECTORS_OF_BLOCK], used[HEAD / BLOCK] = {};  // of each block, those that have fields
     Layout layout;
 
     template <typename Basis>
-    Head(const Basis* basis, const Fields* fields, const float* weights, const Layout& layout) : layout(layout) {
+    Head(const Basis* basis, const Fields* places, const float* weights, const Layout& layout) : layout(layout) {
         for (int block = 0; block < HEAD; block += BLOCK) {
             const Basis* own = basis + block * BLOCK;
             float* to = columns + block * BLOCK;
@@ -71,24 +74,43 @@ struct Head {
                 for (int i = 0; i < BLOCK * BLOCK; i++) to[i % BLOCK * BLOCK + i / BLOCK] = number(own[i]);
             }
         }
-        for_each_field(fields, [&](int field, int of, int kind, float, int) {
+        bool is_used[HEAD] = {};
+        for_each_field(places, [&](int field, int of, int kind, float zero, int) {
             coordinate[field] = of;
-            weight[field] = weights[kind];
+            fields[field] = Field(weights[kind], zero);
+            is_used[of] = true;
         });
+        for (int c = 0; c < HEAD; c += BLOCK)
+            for (int i = 0; i < BLOCK; i += LANES)
+                if (std::any_of(is_used + c + i, is_used + c + std::min(i + LANES, BLOCK), [](bool x) { return x; }))
+                    vectors[c / BLOCK][used[c / BLOCK]++] = i;
     }
 
-    // The products of ROWS queries with the basis: the score of a unit step in each coordinate.
+    // The products of ROWS queries with the basis: the score of a unit step in each coordinate that has fields.
     void steps(const float* q, float* found) const {
-        constexpr int VECTORS = (BLOCK + LANES - 1) / LANES;
-        for (int block = 0; block < HEAD; block += BLOCK) {
-            Floats total[ROWS][VECTORS] = {};
-            for (int c = 0; c < BLOCK; c++)
-                UNROLLED for (int v = 0; v < VECTORS; v++) {
-                    const Floats column = load<Floats>(columns + (block + c) * BLOCK + v * LANES);
-                    UNROLLED for (int r = 0; r < ROWS; r++) total[r][v] += q[r * HEAD + block + c] * column;
-                }
-            for (int r = 0; r < ROWS; r++) std::memcpy(found + r * HEAD + block, total[r], BLOCK * sizeof(float));
+        constexpr int AT_ONCE = std::max(1, std::min(SUMS / ROWS, VECTORS_OF_BLOCK));
+        for (int block = 0; block < HEAD / BLOCK; block++) {
+            int v = 0;
+            for (; v + AT_ONCE <= used[block]; v += AT_ONCE) steps_of<AT_ONCE>(q, block, vectors[block] + v, found);
+            for (; v < used[block]; v++) steps_of<1>(q, block, vectors[block] + v, found);
         }
+    }
+
+    // Those of COUNT vectors of a block. starts: their first coordinates.
+    template <int COUNT>
+    void steps_of(const float* q, int block, const int* starts, float* found) const {
+        Floats total[ROWS][COUNT] = {};
+        const float* column = columns + block * BLOCK * BLOCK;
+        for (int c = 0; c < BLOCK; c++, column += BLOCK)
+            UNROLLED for (int v = 0; v < COUNT; v++) {
+                const Floats own = load<Floats>(column + starts[v]);
+                UNROLLED for (int r = 0; r < ROWS; r++) total[r][v] += q[r * HEAD + block * BLOCK + c] * own;
+            }
+        for (int r = 0; r < ROWS; r++)
+            UNROLLED for (int v = 0; v < COUNT; v++) {
+                const int size = std::min(LANES, BLOCK - starts[v]) * (int)sizeof(float);
+                std::memcpy(found + r * HEAD + block * BLOCK + starts[v], &total[r][v], size);
+            }
     }
 
     // Adds the scores of COUNT queries for count fields of BITS bits from first on, for the tokens of a word.
@@ -102,15 +124,18 @@ struct Head {
 #if LANES == 16
         asm("" : "+v"(shift[0]));  // keep it in a register: loads are the bottleneck
 #endif
+        Floats sum[ACCUMULATORS][VECTORS_PER_WORD][COUNT];  // a copy, so that it stays in registers
+        std::memcpy(sum, total, sizeof(sum));
         for (int f = 0; f < count; f += ACCUMULATORS)
             UNROLLED for (int accumulator = 0; accumulator < ACCUMULATORS; accumulator++) {
                 const int at = first + f + accumulator;
                 const float* step = steps + coordinate[at];
                 UNROLLED for (int v = 0; v < VECTORS_PER_WORD; v++) {
-                    const Floats field = centered<BITS>(words[f + accumulator] >> shift[v]) * weight[at];
-                    UNROLLED for (int r = 0; r < COUNT; r++) total[accumulator][v][r] += field * step[r * HEAD];
+                    const Floats field = fields[at].template of<BITS>(words[f + accumulator] >> shift[v]);
+                    UNROLLED for (int r = 0; r < COUNT; r++) sum[accumulator][v][r] += field * step[r * HEAD];
                 }
             }
+        std::memcpy(total, sum, sizeof(sum));
     }
 
     // The scores of COUNT queries for the tokens of one word of a rank.
@@ -178,6 +203,40 @@ inline Floats backwards(Floats x, std::index_sequence<LANE...>) {
 }
 inline Floats backwards(Floats x) { return backwards(x, std::make_index_sequence<LANES>()); }
 
+// The scores with the mean for the VECTORS * LANES tokens from t on, and for those as far after the middle.
+template <int VECTORS>
+inline void put_mean_scores(
+    const float (&along)[ROWS][HEAD], const float (&across)[ROWS][HEAD], const float* rest, const float* cos,
+    const float* sin, int pairs, int t, float* found
+) {
+    Floats even[ROWS][VECTORS] = {}, odd[ROWS][VECTORS] = {};
+    for (int i = 0; i < pairs; i++)
+        UNROLLED for (int v = 0; v < VECTORS; v++) {
+            const Floats c = load<Floats>(cos + i * BEFORE_MIDDLE + v * LANES);
+            UNROLLED for (int r = 0; r < ROWS; r++) even[r][v] += along[r][i] * c;
+        }
+    for (int i = 0; i < pairs; i++)
+        UNROLLED for (int v = 0; v < VECTORS; v++) {
+            const Floats s = load<Floats>(sin + i * BEFORE_MIDDLE + v * LANES);
+            UNROLLED for (int r = 0; r < ROWS; r++) odd[r][v] += across[r][i] * s;
+        }
+    for (int r = 0; r < ROWS; r++)
+        UNROLLED for (int v = 0; v < VECTORS; v++) {
+            const int first = t + v * LANES;
+            float* own = found + r * PAGE;
+            const Floats before = even[r][v] + odd[r][v] + rest[r], after = even[r][v] - odd[r][v] + rest[r];
+            if constexpr (PAGE / 2 % LANES == 0) {
+                store(own + first, before);
+                // Stores one value too many, into the next query's scores, which follow, or into padding.
+                store(own + PAGE - first - (LANES - 1), backwards(after));
+            } else {
+                const int count = std::min(LANES, PAGE / 2 - first);
+                for (int i = 0; i < count; i++) own[first + i] = before[i];
+                for (int i = !first; i < count; i++) own[PAGE - first - i] = after[i];
+            }
+        }
+}
+
 // Scores of ROWS queries with the mean of the keys, rotated for each token of a page. The rotations after the middle
 // mirror those before it. cos, sin: [pairs, BEFORE_MIDDLE], the rotations of the tokens before the middle.
 template <int STRIDE>
@@ -199,25 +258,12 @@ inline void mean_scores(
         });
         found[r * PAGE + PAGE / 2] = total(all) + others;
     }
-    for (int t = 0; t < BEFORE_MIDDLE; t += LANES) {
-        Floats even[ROWS] = {}, odd[ROWS] = {};
-        for (int i = 0; i < pairs; i++) {
-            const Floats c = load<Floats>(cos + i * BEFORE_MIDDLE + t), s = load<Floats>(sin + i * BEFORE_MIDDLE + t);
-            UNROLLED for (int r = 0; r < ROWS; r++) even[r] += along[r][i] * c, odd[r] += across[r][i] * s;
-        }
-        for (int r = 0; r < ROWS; r++) {
-            float* own = found + r * PAGE;
-            const Floats before = even[r] + odd[r] + rest[r], after = even[r] - odd[r] + rest[r];
-            if constexpr (PAGE / 2 % LANES == 0) {
-                store(own + t, before);
-                store(own + PAGE - t - (LANES - 1), backwards(after));  // one too many: the next query's, or padding
-            } else {
-                const int count = std::min(LANES, PAGE / 2 - t);
-                for (int i = 0; i < count; i++) own[t + i] = before[i];
-                for (int i = !t; i < count; i++) own[PAGE - t - i] = after[i];
-            }
-        }
-    }
+    constexpr int AT_ONCE = std::max(1, std::min(SUMS / ROWS, BEFORE_MIDDLE / LANES));
+    int t = 0;
+    for (; t + AT_ONCE * LANES <= BEFORE_MIDDLE; t += AT_ONCE * LANES)
+        put_mean_scores<AT_ONCE>(along, across, rest, cos + t, sin + t, pairs, t, found);
+    for (; t < BEFORE_MIDDLE; t += LANES)
+        put_mean_scores<1>(along, across, rest, cos + t, sin + t, pairs, t, found);
 }
 
 // Rotates a query back by the tables of a page's middle token.
@@ -300,7 +346,8 @@ struct Scorer {
             for (int r = 0; r < QUERIES; r++) {
                 const float* of_mean = scores_of_mean + (prepared * QUERIES + r) * PAGE;
                 for (int t = 0; t < PAGE; t += LANES) {
-                    const Floats x = permuted<PAGE>(by_slot + r * PAGE, slots + t) + load<Floats>(of_mean + t);
+                    const Floats own = permuted<PAGE>(by_slot + r * PAGE, load<Ints>(slots + t));
+                    const Floats x = own + load<Floats>(of_mean + t);
                     std::memcpy(found + r * apart + t, &x, std::min(LANES, PAGE - t) * sizeof(float));
                 }
             }

@@ -136,7 +136,8 @@ struct Total {
         for (int r = 0; r < QUERIES; r++)
             for (int t = 0; t < PAGE; t += LANES) {
                 const int at = r * PAGE + t;
-                const Floats own = permuted<PAGE>(of_tokens + r * apart, order + t) * load<Floats>(gains + t);
+                const Floats in_order = permuted<PAGE>(of_tokens + r * apart, load<Ints>(order + t));
+                const Floats own = in_order * load<Floats>(gains + t);
                 store(weights + at, load<Floats>(weights + at) + own);
                 store(of_pairs + at, own * load<Floats>(UNITS.pair + t));
                 store(of_singles + at, own * load<Floats>(UNITS.single + t));
