@@ -1,67 +1,51 @@
-// Attention over a server's blocks, of one query token for each of many requests. Needs codes.h.
+// Attention over a server's blocks, of one query token for each of many requests. Needs codes.h and
+// exact_tokens.h.
 namespace {
 
-// The memory of pages, sinks and the window.
-struct Memory {
-    const uint8_t *pools[6], *key_sinks, *value_sinks, *window;
+// Where pages are.
+struct PageMemory {
+    const uint8_t* pools[6];
     int64_t block, head, slot;  // strides in bytes
     int64_t slots, lead;  // slots per block, and slots of the first block without a page
-    int64_t window_block, window_head, window_place, window_size;
 };
 
 // One head of a request.
-struct Request {
-    const Memory& memory;
-    const int64_t *blocks, *window;
-    int64_t head;
+struct Request : ExactTokens {
+    const PageMemory& pages;
 
     const uint8_t* pool(int which, int64_t index) const {
-        const int64_t at = index + memory.lead, block = blocks[at / memory.slots];
-        return memory.pools[which] + block * memory.block + head * memory.head + at % memory.slots * memory.slot;
+        const int64_t at = index + pages.lead, block = blocks[at / pages.slots];
+        return pages.pools[which] + block * pages.block + head * pages.head + at % pages.slots * pages.slot;
     }
-
-    const Token* key(int64_t token) const {
-        const int64_t size = memory.window_size, block = window[token / size];
-        return (const Token*)memory.window + block * memory.window_block + head * memory.window_head +
-               token % size * memory.window_place;
-    }
-
-    const Token* value(int64_t token) const { return key(token) + HEAD; }
-
-    const Token* sink(const uint8_t* sinks, int64_t token) const {
-        return (const Token*)(sinks + blocks[0] * memory.block + head * memory.head) + token * HEAD;
-    }
-
-    const Token* key_sink(int64_t token) const { return sink(memory.key_sinks, token); }
-    const Token* value_sink(int64_t token) const { return sink(memory.value_sinks, token); }
 };
 
 struct Requests {
-    const Memory& memory;
+    const ExactMemory& memory;
+    const PageMemory& pages;
     const int64_t *blocks, *window;
     int64_t blocks_row, window_row;
 
     Request operator()(int64_t b, int64_t head) const {
-        return {memory, blocks + b * blocks_row, window + b * window_row, head};
+        return {{memory, blocks + b * blocks_row, window + b * window_row, head}, pages};
     }
 };
 
 }  // namespace
 
-// Of each request a row of blocks and of window; the rest is `Memory`, and what attend_all takes.
+// Of each request a row of blocks and of window; the rest is `ExactMemory`, `PageMemory` and what attend_all takes.
 extern "C" void kernel(
     const uint8_t* q, uint8_t* out, const int64_t* total, const int64_t* packed, const int64_t* key_pages,
-    const int64_t* blocks, const int64_t* window_blocks, const uint8_t* key_codes, const uint8_t* key_scales, const uint8_t* key_zeros,
-    const uint8_t* value_codes, const uint8_t* value_scales, const uint8_t* value_zeros, const uint8_t* key_sinks,
+    const int64_t* blocks, const int64_t* window_blocks, const uint8_t* key_codes, const uint8_t* key_scales,
+    const uint8_t* key_zeros, const uint8_t* value_codes, const uint8_t* value_scales, const uint8_t* value_zeros, const uint8_t* key_sinks,
     const uint8_t* value_sinks, const uint8_t* window, int64_t samples, int64_t heads, int64_t blocks_row,
     int64_t window_row, int64_t block, int64_t head, int64_t slot, int64_t slots, int64_t lead, int64_t window_block,
     int64_t window_head, int64_t window_place, int64_t window_size, int64_t threads, float scale
 ) {
-    const Memory memory = {
-        {key_codes, key_scales, key_zeros, value_codes, value_scales, value_zeros}, key_sinks, value_sinks, window,
-        block, head, slot, slots, lead, window_block, window_head, window_place, window_size,
-    };
-    const Requests requests = {memory, blocks, window_blocks, blocks_row, window_row};
+    const ExactMemory memory = {
+        key_sinks, value_sinks, window, block, head, window_block, window_head, window_place, window_size};
+    const PageMemory pages = {
+        {key_codes, key_scales, key_zeros, value_codes, value_scales, value_zeros}, block, head, slot, slots, lead};
+    const Requests requests = {memory, pages, blocks, window_blocks, blocks_row, window_row};
     attend_all((const Token*)q, scale, (Token*)out, total, packed, key_pages, samples, heads, requests, threads,
                {QUERIES, 1, 0});
 }

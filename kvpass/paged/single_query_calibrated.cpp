@@ -1,42 +1,17 @@
 // Attention over a server's blocks, of one query token for each of many requests, for keys and values with calibrated bit
-// widths (kvpass/codec/shares.py). Needs allocated_parts.h.
+// widths (kvpass/codec/shares.py). Needs allocated_parts.h and exact_tokens.h.
 namespace {
 
-// The memory of pages, sinks and the window.
-struct Memory {
+// Where pages are.
+struct PageMemory {
     int64_t block, slot;  // strides in bytes
     int64_t slots, lead;  // slots per block, and slots of the first block without a page
-    int64_t sink_head;  // bytes from the sinks of one head to those of the next
-    const uint8_t *key_sinks, *value_sinks, *window;
-    int64_t window_block, window_head, window_place, window_size;
-};
-
-// One head of a request.
-struct Request {
-    const Memory& memory;
-    const int64_t *blocks, *window;
-    int64_t head;
-
-    const Token* key(int64_t token) const {
-        const int64_t size = memory.window_size, block = window[token / size];
-        return (const Token*)memory.window + block * memory.window_block + head * memory.window_head +
-               token % size * memory.window_place;
-    }
-
-    const Token* value(int64_t token) const { return key(token) + HEAD; }
-
-    const Token* sink(const uint8_t* sinks, int64_t token) const {
-        return (const Token*)(sinks + blocks[0] * memory.block + head * memory.sink_head) + token * HEAD;
-    }
-
-    const Token* key_sink(int64_t token) const { return sink(memory.key_sinks, token); }
-    const Token* value_sink(int64_t token) const { return sink(memory.value_sinks, token); }
 };
 
 // The pages of keys, or of values, of a request. Each has all heads, and is followed by at least LANES bytes.
 struct Pages {
     const uint8_t* pool;
-    const Memory& memory;
+    const PageMemory& memory;
     const int64_t* blocks;
 
     const uint8_t* operator()(int64_t page) const {
@@ -55,7 +30,8 @@ struct Values {
 // Of each of samples requests a number of tokens, in total, of which packed pages are packed, and a row of blocks and of
 // window_blocks. cos, sin: [pages, pairs], the rotations of the middle tokens of pages; relative_cos, relative_sin:
 // [pairs, PAGE / 2], those of the tokens before the middle, relative to it; pairs = 0 means that keys are not
-// page-relative. center: [heads, HEAD]. basis: [heads, HEAD, BLOCK]. The rest is `Memory`.
+// page-relative. center: [heads, HEAD]. basis: [heads, HEAD, BLOCK]. The rest is
+// `ExactMemory` and `PageMemory`.
 extern "C" void kernel(
     const uint8_t* q, uint8_t* out, const int64_t* total, const int64_t* packed, const int64_t* blocks,
     const int64_t* window_blocks, const uint8_t* key_pages, const uint8_t* value_pages, const uint8_t* key_sinks,
@@ -67,8 +43,9 @@ extern "C" void kernel(
     int64_t window_block, int64_t window_head, int64_t window_place, int64_t window_size, int64_t pairs,
     int64_t interleaved, int64_t threads, float scale
 ) {
-    const Memory memory = {block, slot, slots, lead, sink_head, key_sinks, value_sinks, window, window_block, window_head,
-                           window_place, window_size};
+    const ExactMemory exact = {
+        key_sinks, value_sinks, window, block, sink_head, window_block, window_head, window_place, window_size};
+    const PageMemory memory = {block, slot, slots, lead};
     const int64_t tasks = samples * heads, wanted = threads > 1 ? (3 * threads + tasks - 1) / tasks : 1;
     const int64_t most = *std::max_element(packed, packed + samples);
     const int64_t parts = std::max<int64_t>(1, std::min(wanted, most / 8));
@@ -84,7 +61,7 @@ extern "C" void kernel(
     for (int64_t i = 0; i < tasks * parts; i++) {
         const int64_t h = i / parts, part = i % parts, b = h / heads, head = h % heads;
         const int64_t* own_blocks = blocks + b * blocks_row;
-        const Request request = {memory, own_blocks, window_blocks + b * window_row, head};
+        const ExactTokens request = {exact, own_blocks, window_blocks + b * window_row, head};
         const Pages of_keys = {key_pages, memory, own_blocks};
         float mean[HEAD];
         to_floats<HEAD>((const Scale*)center + head * HEAD, mean);

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 HAS = None
 """The features that are supported are those of `kvpass.lowering.cpp.attend_allocated.serves`."""
 
-_SOURCE = Path(__file__).with_name("single_query_calibrated.cpp")
+_SOURCES = [Path(__file__).with_name(name) for name in ("exact_tokens.h", "single_query_calibrated.cpp")]
 _BYTES, _INTS, _LONGS, _FLOATS = "const uint8_t*", "const int32_t*", "const int64_t*", "const float*"
 _SIDE = [_BYTES, _BYTES, _INTS]  # basis, widths, share
 _TYPES = [
@@ -99,5 +99,5 @@ class SingleQueryAttention:
         if queries not in self._kernels:
             key, value, window = self._layer.key, self._layer.value, self._layer.window
             parts = attention_source(key.stored_as, value.stored_as, window.shape[-1] // 2, queries, window.dtype)
-            self._kernels[queries] = build(parts + text({}, _SOURCE), _TYPES)
+            self._kernels[queries] = build(parts + text({}, *_SOURCES), _TYPES)
         return self._kernels[queries]

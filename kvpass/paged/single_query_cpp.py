@@ -19,7 +19,7 @@ from .batch import Batch, Tiles
 if TYPE_CHECKING:
     from .paged_attention import Layer
 
-_SOURCE = Path(__file__).with_name("single_query.cpp")
+_SOURCES = [Path(__file__).with_name(name) for name in ("exact_tokens.h", "single_query.cpp")]
 _TYPES = ["const uint8_t*", "uint8_t*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *14 * ["int64_t"], "float"]
 
 
@@ -68,5 +68,5 @@ class SingleQueryAttention:
         if queries not in self._kernels:
             key, value, window = self._layer.key, self._layer.value, self._layer.window
             defines = defines_of(key, value, window.shape[-1] // 2, queries, window.dtype)
-            self._kernels[queries] = build(source(defines, "tokens.h", "codes.h", _SOURCE), _TYPES)
+            self._kernels[queries] = build(source(defines, "tokens.h", "codes.h", *_SOURCES), _TYPES)
         return self._kernels[queries]
