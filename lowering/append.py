@@ -192,13 +192,15 @@ def append_layers(quantize: Callable, call: AppendLayersCall, write: Callable = 
     """Run ``call``, with the result of `append` for each layer.
 
     Pages leave the windows of all layers at the same time, so few calls of ``quantize`` suffice. If the codec is fitted
-    first, or its page size varies by layer, layers are appended one by one.
+    first, or pages leave whose size varies by layer, layers are appended one by one.
     """
     packs, n, xs, spec, length, qs, mask = call
     retention = spec.retention
     first, last = retention.pages(n), retention.pages(n + xs[0].shape[2])
     at_first = bool(spec.codec.sequence(spec)) and (n == 0 or first == 0 < last)
-    if at_first or of_model(spec):  # with calibrated bit widths, page sizes vary by layer
+    if at_first or (
+        of_model(spec) and (n == 0 or last > first)
+    ):  # with calibrated bit widths, page sizes vary by layer
         for pack, x, q in zip(packs, xs, qs or [None] * len(xs), strict=True):
             append(quantize, AppendCall(pack, n, x, spec, length, q, mask), write)
         return

@@ -13,13 +13,14 @@ determines the coordinate of each field: the pairs of a head are ordered by leve
 coordinate. The highest bit of an odd bit width is a single bit.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import KVPassError
 from ..fields import check_integers
@@ -198,7 +199,13 @@ def water_fill(cost: Tensor, bits: int) -> Tensor:
 
 def page_bytes(share: Tensor, spec: CodecSpec) -> int:
     """Bytes per page of a layer with this share."""
-    return sum(rows * columns for rows, columns in _parts(share, spec))
+    known = _page_bytes.setdefault(share, {})
+    if spec not in known:
+        known[spec] = sum(rows * columns for rows, columns in _parts(share, spec))
+    return known[spec]
+
+
+_page_bytes: MutableMapping[Tensor, dict[CodecSpec, int]] = WeakIdKeyDictionary()  # each op asks for them in each step
 
 
 @dataclass(frozen=True)
