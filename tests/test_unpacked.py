@@ -234,7 +234,6 @@ LATENT = DeepseekV3Config(kv_lora_rank=32)
 @pytest.mark.parametrize(
     ("layer", "config", "says", "not_that"),
     [
-        (filled("DynamicIndexedLayer"), DECODER, "sparse attention.*indexer", "full attention"),
         (cache_utils.DynamicLayer(), DECODER, "stored nothing", "bounded"),
         (cache_utils.LinearAttentionLayer(), DECODER, "no KV cache", "bounded"),
         (cache_utils.DummyLayer(), DECODER, "keeps nothing", "bounded"),

@@ -16,7 +16,7 @@ from ..errors import KVPassError
 from ..schemes import LayerGeometry, geometries
 from .arguments import CACHE, CACHE_NAMES, handing, keeping, takes_cache
 from .encoded import encoded, has_encoder
-from .unpacked import held_by, states_kept, window_of
+from .unpacked import held_by, indexer_dim, states_kept, window_of
 
 
 def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
@@ -225,13 +225,15 @@ def _geometries(cache: Cache, config: PretrainedConfig) -> dict[int, LayerGeomet
 
 
 def _with_windows(layers: dict[int, LayerGeometry | str], of_cache: Sequence[Any]) -> dict[int, LayerGeometry | str]:
-    """``layers`` with the sliding window and the states of each cache layer. No layer is predicted from one with a
-    window."""
+    """``layers`` with the sliding window, the states and the indexer of each cache layer. No layer is predicted from
+    one with a window."""
     found, previous = dict(layers), None
     for index, layer in layers.items():
         if isinstance(layer, LayerGeometry):
-            window, states = window_of(of_cache[index]), states_kept(of_cache[index])
-            found[index] = replace(layer, window=window, states=states, previous_layer=previous)
+            one, window = of_cache[index], window_of(of_cache[index])
+            found[index] = replace(
+                layer, window=window, states=states_kept(one), indexer_dim=indexer_dim(one), previous_layer=previous
+            )
             previous = index if window is None else previous
     return found
 
