@@ -207,7 +207,10 @@ def blip2():
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (minimax, "creates its own cache class, MiniMaxCache.*use this model without kvpass"),
+        (
+            minimax,
+            "creates its own cache class, MiniMaxCache, which keeps linear_cache beside.*use this model without kvpass",
+        ),
         (dory, "adds 1 layers to its cache during a forward.*use this model without kvpass"),
         (blip2, r"kvpass.apply\(model.language_model\), a OPTForCausalLM"),
     ],

@@ -168,11 +168,15 @@ def _filled(model: nn.Module) -> Cache:
 
 
 def _refuse_own_class(model: nn.Module, cache: Any) -> None:
-    own = sorted({type(part).__name__ for part in _parts(cache) if type(part) is not DynamicCache})
+    own = [part for part in _parts(cache) if type(part) is not DynamicCache]
     if own:
+        classes = " and ".join(sorted({type(part).__name__ for part in own}))
+        beside = sorted({name for part in own for name in vars(part).keys() - vars(DynamicCache()).keys()})
+        kept = f", which keeps {', '.join(beside)} beside its layers" if beside else ""
         raise KVPassError(
-            f"{type(model).__name__} creates its own cache class, {' and '.join(own)}, whose layers kvpass cannot "
-            "replace. kvpass packs transformers' DynamicCache and StaticCache: use this model without kvpass."
+            f"{type(model).__name__} creates its own cache class, {classes}{kept}. kvpass replaces layers, and packs "
+            "only transformers' DynamicCache and StaticCache, which keep everything in layers: use this model without "
+            "kvpass."
         )
 
 
