@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from ..codec.spec import parse
 from .appends import tensor_of
 from .calls import DEQUANTIZE, ROTATE, argument, arguments, compute, tensor_argument, tensors_argument
-from .heads import in_order, selected
+from .heads import selected
 from .latent import Expansion, expansion
 from .masks import structure
 from .nodes import integer, operand, operands, shape, value_of
@@ -171,7 +171,7 @@ def _source(node: Node, presents: dict[Node, Present]) -> Source:
             raise
     whole, heads = found
     past, present = operands(whole)
-    return Source(past, present, heads=() if in_order(heads, shape(whole)[1]) else heads)
+    return Source(past, present, heads=heads)
 
 
 def _unpacked(node: Node) -> Source:

@@ -21,23 +21,19 @@ def is_whole(node: Node) -> bool:
 
 def selected(node: Node) -> tuple[Node, tuple[int, ...]] | None:
     """The tokens of a cache ``[B, H, T, D]`` (see `is_whole`), and for each head of ``node`` ``[B, H', T, D]`` the head
-    it is a copy of; None if ``node`` is anything else."""
+    it is a copy of, or nothing if these are all heads in order, each repeated equally often. None if ``node`` is
+    anything else."""
     wholes = [one for one in node.graph.nodes if is_whole(one)]
     nodes = upstream(node, wholes)
     found = [one for one in nodes if one in wholes]
     if len(found) != 1 or len(shape(node)) != 4 or leaves(one for one in nodes if one is not found[0]):
         return None
-    (whole,) = found
+    (whole,), number = found, shape(found[0])[1]
     heads = {_heads(node, whole, nodes, tokens) for tokens in _LENGTHS}
-    if len(heads) != 1 or (only := heads.pop()) is None:
+    if len(heads) != 1 or (only := heads.pop()) is None or not isinstance(number, int):
         return None
-    return whole, only
-
-
-def in_order(heads: tuple[int, ...], number: int) -> bool:
-    """Whether ``heads`` are all ``number`` heads in order, each repeated equally often."""
-    repeats = len(heads) // number
-    return repeats > 0 and heads == tuple(head for head in range(number) for _ in range(repeats))
+    in_order = tuple(head for head in range(number) for _ in range(len(only) // number))
+    return whole, () if only == in_order else only
 
 
 def select(graph: Graph, x: Node, heads: tuple[int, ...]) -> Node:
