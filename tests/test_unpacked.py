@@ -271,6 +271,11 @@ def test_keys_and_values_of_different_tokens_are_not_packed():
     assert "do not hold the same tokens" in held_by(layer, DECODER)
 
 
+def test_a_latent_without_a_rotary_part_is_not_packed():
+    layer = filled("DynamicLayer", keys=(1, 32), values=(1, 0))
+    assert re.search(r"values \[1, 1, 2, 0\] are empty", held_by(layer, LATENT))
+
+
 def test_a_layer_of_the_models_own_class_is_named_with_what_it_keeps():
     class CompressedLayer(cache_utils.DynamicSlidingWindowLayer):
         def __init__(self):

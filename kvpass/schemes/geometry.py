@@ -81,8 +81,10 @@ class Held(NamedTuple):
 def unequal(keys: Tensor, values: Tensor) -> str:
     """Why these are not the keys and values of a cache layer that can be packed; empty if they may be. They may differ
     in heads and channels."""
-    if any(x.ndim != 4 or not x.numel() for x in (keys, values)):
+    if any(x.ndim != 4 for x in (keys, values)):
         return f"expected keys and values of four dims, not {list(keys.shape)} and {list(values.shape)}"
+    if not (keys.numel() and values.numel()):
+        return f"keys {list(keys.shape)} or values {list(values.shape)} are empty, and both are packed or neither"
     if (keys.shape[0], keys.shape[2]) != (values.shape[0], values.shape[2]):
         return f"keys {list(keys.shape)} and values {list(values.shape)} do not hold the same tokens"
     if keys.device != values.device:
