@@ -157,7 +157,7 @@ ZOO = {
         dict(
             vocab_size=VOCABULARY, d_model=64, num_layers=2, attention_heads=4, ffn_dim=96, max_position_embeddings=512
         ),
-        why="softmax is followed by aten.reshape", attention="eager", fused=0,
+        attention="eager",
     ),
     "BART": Species(
         "Bart",

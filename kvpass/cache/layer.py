@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -140,7 +140,14 @@ class PackedLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes of this layer, slack included. Quantized values of another layer and shared rotary tables count in the
         layer that owns them."""
-        return sum(storage.nbytes for storage in self.storages())
+        return sum(one.nbytes for one in self.storages()) + sum(held.nbytes for held in self.beside().values())
+
+    def beside(self) -> dict[str, Tensor]:
+        """What the layer keeps exact besides keys and values, by name."""
+        return {}
+
+    def fill_beside(self, saved: Mapping[str, Tensor]) -> None:
+        """Set what an empty layer keeps besides keys and values to ``saved``, by the names of `beside`."""
 
     def storages(self) -> list[Storage]:
         """Every `Storage` that this layer owns."""

@@ -19,6 +19,11 @@ from .state import KVState
 _EXACT = 32  # at most one in this many tokens of a window stays exact, besides those that wait for a page to fill
 _PAYS = 0.9  # of the bytes of the exact window; less does not make up for quantizing it
 
+_NOT_EVICTED = (
+    "sparse attention: its indexer selects tokens by their numbers, which eviction changes. It stays in full "
+    "precision; to pack it, use the scheme without a budget"
+)
+
 
 class SlidingLayer(PackedLayer):
     """A packed layer with a sliding window.
@@ -159,6 +164,8 @@ def plans_of(
         if isinstance(layer, str) or layer.cross:
             continue
         plan = scheme.plan_of(layer) if layer.window is None else sliding_plan(scheme, layer)
+        if layer.indexer_dim is not None and isinstance(plan, LayerPlan) and plan.evicts:
+            plan = _NOT_EVICTED
         if isinstance(plan, str):
             found[index] = plan
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor
-from transformers import cache_utils
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as _Mixin
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -26,6 +25,22 @@ class StatefulLayer(LinearAttentionLayer, PackedLayer):  # type: ignore[override
     def __init__(self, plan: LayerPlan, geometry: LayerGeometry, cache: CacheState):
         LinearAttentionLayer.__init__(self, number_of_states=geometry.states)
         super(_Mixin, self).__init__(plan, geometry, cache)
+
+    def beside(self) -> dict[str, Tensor]:
+        found = {f"{name}.{i}": state for name, states in states_of(self) for i, state in states.items()}
+        return {name: state for name, state in found.items() if state is not None}
+
+    def fill_beside(self, saved: Mapping[str, Tensor]) -> None:
+        for name, states in states_of(self):
+            for number in states:
+                if (state := saved.get(f"{name}.{number}")) is None:
+                    continue
+                if name == "conv_states":
+                    self.lazy_initialization(conv_states=state.to(self.geometry.device), state_idx=number)
+                    self.has_previous_state[number] = True
+                else:
+                    self.lazy_initialization(recurrent_states=state.to(self.geometry.device), state_idx=number)
+                states[number].copy_(state)
 
     def start(self, new_tokens: int) -> None:
         super(_Mixin, self).start(new_tokens)
@@ -96,46 +111,7 @@ class StatefulSlidingLayer(StatefulLayer, SlidingLayer):  # type: ignore[overrid
     """A packed layer with a sliding window and a state, like `LinearAttentionAndSlidingWindowAttentionLayer`."""
 
 
-def layer_class(geometry: LayerGeometry) -> type[PackedLayer]:
-    """The class of a packed layer with ``geometry``."""
-    if geometry.states:
-        return StatefulLayer if geometry.window is None else StatefulSlidingLayer
-    return PackedLayer if geometry.window is None else SlidingLayer
-
-
-_REPLACED = {
-    (False, False): ("DynamicLayer", "StaticLayer"),
-    (False, True): ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer"),
-    (True, False): ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndStaticFullAttentionLayer"),
-    (True, True): (
-        "LinearAttentionAndSlidingWindowAttentionLayer", "LinearAttentionAndStaticSlidingWindowAttentionLayer",
-    ),
-}  # fmt: skip
-"""Whether a layer has a state and a window -> the classes of transformers that its packed layer replaces."""
-
-
-def replaced_by(geometry: LayerGeometry) -> tuple[type, ...]:
-    """The classes of transformers' cache layers that a packed layer with ``geometry`` replaces."""
-    names = _REPLACED[bool(geometry.states), geometry.window is not None]
-    return tuple(found for name in names if (found := getattr(cache_utils, name, None)) is not None)
-
-
 def states_of(layer: object) -> Iterator[tuple[str, dict[int, Tensor | None]]]:
     """The states of a cache layer by name, each by its number; nothing if it keeps none."""
     if isinstance(layer, LinearAttentionLayer):
         yield from (("conv_states", layer.conv_states), ("recurrent_states", layer.recurrent_states))
-
-
-def fill_states(layer: LinearAttentionLayer, saved: Mapping[str, Tensor]) -> None:
-    """Set the states of an empty ``layer`` to ``saved``, by the names of `states_of` and their numbers."""
-    for name, states in states_of(layer):
-        for number in states:
-            if (state := saved.get(f"{name}.{number}")) is None:
-                continue
-            device = layer.geometry.device  # type: ignore[attr-defined]
-            if name == "conv_states":
-                layer.lazy_initialization(conv_states=state.to(device), state_idx=number)
-                layer.has_previous_state[number] = True
-            else:
-                layer.lazy_initialization(recurrent_states=state.to(device), state_idx=number)
-            states[number].copy_(state)

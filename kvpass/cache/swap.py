@@ -16,11 +16,12 @@ from ..schemes import LayerGeometry, LayerPlan
 from .adaptive_state import PlanePool
 from .cache_state import CacheState
 from .cross import CrossLayer
+from .kinds import layer_class, replaced_by
 from .layer import PackedLayer
 from .per_cache import Importance, RotaryState
 from .sliding import SlidingLayer
 from .state import KVState, ModelTensors, SharedTensors
-from .stateful import StatefulLayer, layer_class, replaced_by, states_of
+from .stateful import StatefulLayer, states_of
 
 Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
 
@@ -184,8 +185,8 @@ def nbytes(cache: Cache) -> int:
 
 
 def num_values(cache: Cache) -> int:
-    """Number of key and value elements of all tokens that the cache has seen, evicted ones included. A layer with a
-    sliding window counts with the tokens in its window."""
+    """Number of key and value elements of all tokens that the cache has seen, evicted ones included. Keys of indexers
+    count. A layer with a sliding window counts with the tokens in its window."""
     total = 0
     for layer in cache_layers(cache):
         if isinstance(layer, PackedLayer):
@@ -194,6 +195,8 @@ def num_values(cache: Cache) -> int:
                 total += state.ring.shape[0] * state.ring.shape[1] * state.ring.shape[3] * seen
         elif getattr(layer, "is_initialized", False) and isinstance(getattr(layer, "keys", None), Tensor):
             total += layer.keys.numel() + layer.values.numel()
+        if isinstance(indexer_keys := getattr(layer, "indexer_keys", None), Tensor):
+            total += indexer_keys.numel()
     return total
 
 

@@ -278,9 +278,13 @@ class Allocation(Ranked, Codec, name="allocated"):
         return f"{self.bits:g} bits on average, {by}, blocks of {self.block_size}"
 
     def check_head(self, head_dim: int) -> None:
-        for name, size in (("block_size", self.block_size), (str(SHARES), SHARES)):
-            if head_dim % size:
-                raise KVPassError(f"{name}={size} does not divide head_dim={head_dim}.")
+        if head_dim % self.block_size:
+            raise KVPassError(f"block_size={self.block_size} does not divide head_dim={head_dim}.")
+        if head_dim % SHARES:
+            raise KVPassError(
+                f"head_dim={head_dim} is not a multiple of {SHARES}, the number of parts of a head that get bits of "
+                "their own: use another scheme, such as 'kivi'."
+            )
 
     @property
     def needs_queries(self) -> bool:

@@ -18,11 +18,13 @@ from torch.fx import Graph, Node
 
 from ..codec.spec import parse
 from .appends import tensor_of
-from .calls import DEQUANTIZE, ROTATE, argument, arguments, tensor_argument, tensors_argument
+from .calls import DEQUANTIZE, ROTATE, argument, arguments, compute, tensor_argument, tensors_argument
+from .heads import selected
 from .latent import Expansion, expansion
 from .masks import structure
 from .nodes import integer, operand, operands, shape, value_of
 from .own_cache import Present, read_back
+from .sinks import concatenated, rescaling
 from .softmax import CASTS, PRODUCTS, SAME_VALUES, NotUnderstood, insert_bias, only_user, read_scores
 
 aten = torch.ops.aten
@@ -36,19 +38,21 @@ class Source:
     present: keys or values of the call; None for cross-attention.
     rotation: the node that rotates the past when it is read, if keys are stored before rotary embedding.
     padded: whether there is room after the present, which the mask hides.
+    heads: the cached head that each head of attention is, if they are not all heads in order.
     """
 
     past: Node | None
     present: Node | None
     rotation: Node | None = None
     padded: bool = False
+    heads: tuple[int, ...] = ()
 
     @property
     def needed_elsewhere(self) -> bool:
         """Whether the past has to be dequantized anyway: another layer is predicted from it, it belongs to another
-        layer, or its tokens have individual bit widths."""
-        codec = parse(self.read("spec"))
-        return len(self.past.users) > 1 or bool(codec.transform.predictor) or codec.quantizer.adaptive is not None
+        layer, its heads are in another order, or its tokens have individual bit widths."""
+        codec, elsewhere = parse(self.read("spec")), len(self.past.users) > 1 or bool(self.heads)
+        return elsewhere or bool(codec.transform.predictor) or codec.quantizer.adaptive is not None
 
     @property
     def ring(self) -> Node:
@@ -159,7 +163,15 @@ def _source(node: Node, presents: dict[Node, Present]) -> Source:
         past, present, padded = read
         rotation = past if past.target is ROTATE else None
         return Source(tensor_argument(past, "x") if rotation else past, present, rotation, padded)
-    return _peeled(node)
+    try:
+        return _peeled(node)
+    except NotUnderstood:
+        found = selected(node)
+        if found is None:
+            raise
+    whole, heads = found
+    past, present = operands(whole)
+    return Source(past, present, heads=heads)
 
 
 def _unpacked(node: Node) -> Source:
@@ -262,17 +274,18 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> AttentionSite
     if node.args[1] not in (-1, len(shape(node)) - 1):
         raise NotUnderstood("softmax over a dim other than the keys")
     _drop_shift(node)
-    before, sinks = _without_sinks(operand(node))
+    before, sinks = concatenated(operand(node))
     output = _only_user(node)
     if sinks is not None:
         if output.target is not aten.slice.Tensor or output.args[1:] not in ((3, 0, -1), (-1, 0, -1)):
             raise NotUnderstood("the sink weights are not sliced off after the softmax")
         output = _only_user(output)
-    while output.target in SAME_VALUES | CASTS or _merges_heads(output):
+    while output.target in SAME_VALUES | CASTS or _merges_heads(output) or _splits_heads(output):
         output = _only_user(output)
     if output.target not in PRODUCTS:
         raise NotUnderstood(f"softmax is followed by {output.target} instead of a product with the values")
-    scores = read_scores(before)
+    rescaled = rescaling(before, output) if sinks is None else None
+    scores = read_scores(before, rescaled and rescaled.logsumexp)
     last = {len(shape(scores.keys)) - 2, len(shape(scores.keys)) - 1}
     if (
         scores.keys.target is not aten.transpose.int
@@ -282,11 +295,13 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> AttentionSite
             f"keys enter the product through {scores.keys.target} instead of a transpose of their last two dims"
         )
     key, value, expanded = _sides(operand(scores.keys), operand(output, 1), source)
-    query = _with_heads(scores.query)
+    query = _with_heads(scores.query, operand(scores.keys))
     with output.graph.inserting_before(output):
         mask = insert_bias(output.graph, scores, query)
     if key.padded and mask is None:
         raise NotUnderstood("no mask hides the unused slots behind the keys")
+    if rescaled is not None:
+        output, sinks = rescaled.output, rescaled.by_head()
     site = AttentionSite(output, query, key, value, mask, False, scores.scale, scores.softcap, sinks, expanded)
     return _absorbed(site)
 
@@ -313,21 +328,6 @@ def _drop_shift(softmax: Node) -> None:
             node.graph.erase_node(node)
 
 
-def _without_sinks(node: Node) -> tuple[Node, Node | None]:
-    """The scores in ``cat([scores, sinks])``, and the sinks ``[1, H, 1, 1]``, or None if there are none."""
-    whole = node
-    while whole.target in CASTS:
-        whole = operand(whole)
-    if whole.target is not aten.cat.default or len(operands(whole)) != 2:
-        return node, None
-    scores, sinks = operands(whole)
-    while sinks.target in (aten.expand.default, *CASTS):
-        sinks = operand(sinks)
-    if len(shape(sinks)) != 4 or (*shape(sinks)[:1], *shape(sinks)[2:]) != (1, 1, 1) or whole.args[1] not in (3, -1):
-        raise NotUnderstood("something other than one logit per head is concatenated after the scores")
-    return scores, sinks
-
-
 def _merges_heads(node: Node) -> bool:
     """Whether ``node`` turns ``[B, H, S, D]`` into ``[B * H, S, D]``."""
     if node.target is not aten.reshape.default or len(shape(node)) != 3 or len(shape(operand(node))) != 4:
@@ -336,8 +336,26 @@ def _merges_heads(node: Node) -> bool:
     return shape(node) == (batch * heads, *rest)
 
 
-def _with_heads(query: Node) -> Node:
-    """Queries ``[B, H, S, D]``, from before heads were merged with the batch, or from after groups were merged."""
+def _splits_heads(node: Node) -> bool:
+    """Whether ``node`` turns ``[B * H, S, D]`` into ``[B, H, S, D]``."""
+    if node.target is not aten.reshape.default or len(shape(node)) != 4 or len(shape(operand(node))) != 3:
+        return False
+    batch, heads, *rest = shape(node)
+    return shape(operand(node)) == (batch * heads, *rest)
+
+
+def _merged(keys: Node) -> int | None:
+    """How many heads of ``keys`` ``[B * H, T, D]`` were merged with the batch; None if that is not seen or varies."""
+    while keys.op == "call_function" and _keeps_values(keys):
+        keys = operand(keys)
+    heads = shape(operand(keys))[1] if _merges_heads(keys) else None
+    return heads if isinstance(heads, int) else None
+
+
+def _with_heads(query: Node, keys: Node) -> Node:
+    """Queries ``[B, H, S, D]``, from before heads were merged with the batch, or from after groups were merged. If they
+    never had four dims, they are split like ``keys``, with whose heads they are multiplied."""
+    merged = query
     while query.op == "call_function" and (_merges_heads(query) or (len(shape(query)) == 3 and _keeps_values(query))):
         query = operand(query)
     if len(shape(query)) == 5:
@@ -345,6 +363,9 @@ def _with_heads(query: Node) -> Node:
             merged = query.graph.call_function(aten.flatten.using_ints, (query, 1, 2))
         merged.meta["val"] = value_of(query).flatten(1, 2)
         return merged
+    if len(shape(query)) == len(shape(merged)) == 3 and (heads := _merged(keys)) is not None:
+        with merged.graph.inserting_after(merged):
+            return compute(merged.graph, aten.unflatten.int, merged, 0, [-1, heads])
     if len(shape(query)) != 4:
         raise NotUnderstood(f"queries of shape {shape(query)} instead of [B, H, S, D]")
     return query

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .calls import DEQUANTIZE, compute
+from .calls import compute
 from .evaluate import at, hints, leaves, run, symbols, upstream
+from .heads import is_whole
 from .nodes import operands, shape, value_of
 
 aten = torch.ops.aten
@@ -77,7 +78,7 @@ class Expansion:
 
 def expansion(keys: Node, values: Node) -> Expansion | None:
     """How ``keys`` and ``values`` are expanded from a cached latent; None if they are anything else."""
-    wholes = [node for node in keys.graph.nodes if _is_whole(node)]
+    wholes = [node for node in keys.graph.nodes if is_whole(node)]
     of_keys, of_values = upstream(keys, wholes), upstream(values, wholes)
     weights = [leaves(nodes) for nodes in (of_keys, of_values)]
     latents = [node for node in wholes if node in of_values]
@@ -91,13 +92,6 @@ def expansion(keys: Node, values: Node) -> Expansion | None:
         return None
     trial = _Trial(latent, rotary, key_weight, value_weight, keys, values, list(dict.fromkeys([*of_keys, *of_values])))
     return trial.read()
-
-
-def _is_whole(node: Node) -> bool:
-    """Whether ``node`` is a dequantized past followed by the tokens of the call."""
-    if node.target is not aten.cat.default or len(shape(node)) != 4:
-        return False
-    return node.args[1:] in ((2,), (-2,)) and len(operands(node)) == 2 and operands(node)[0].target is DEQUANTIZE
 
 
 def _is_weight(weight: Node, latent: Node) -> bool:

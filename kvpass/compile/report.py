@@ -39,9 +39,9 @@ class Stage:
 class GraphReport:
     """One captured graph: the attentions over packed state found in it, and whether they were fused.
 
-    fused: number of attentions over the cache that were replaced.
-    reconstructed: how many fused attentions read a layer that is dequantized first, because the next layer is predicted
-        from it or its tokens have individual bit widths.
+    fused: number of layers whose attention over the cache was replaced.
+    reconstructed: how many of them are dequantized first, because the next layer is predicted from it, its heads are
+        read in another order, or its tokens have individual bit widths.
     decoded: number of other reads that dequantize first.
     rotated: number of key caches stored before rotary embedding and rotated when read.
     unfused: position among the packed layers -> the reason.

@@ -24,6 +24,7 @@ from .calls import (
     tensors_argument,
 )
 from .find import AttentionSite, Source
+from .heads import select
 from .masks import beside_padding, mark_padding, structure
 from .nodes import shape, value_of
 from .normalise import NormalGraph, in_place
@@ -220,7 +221,9 @@ def _replace(graph: Graph, attention: AttentionSite, importance: Node | None, st
     key, value = attention.key, attention.value
     codec, decoded = parse(key.read("spec")), key.needed_elsewhere or value.needed_elsewhere
     given = dict(mask=attention.mask, causal=attention.causal, scale=attention.scale, softcap=attention.softcap)
-    given |= {name: [side.past] if decoded else side.read("state") for name, side in (("key", key), ("value", value))}
+    with graph.inserting_before(attention.output):
+        for name, side in ("key", key), ("value", value):
+            given[name] = [_of_heads(graph, side.past, side)] if decoded else side.read("state")
     given |= dict(length=key.read("length"), k_spec=key.read("spec"), v_spec=value.read("spec"))
     turned = key.past if codec.transform.page_rope and not decoded else key.rotation
     if turned is not None:
@@ -238,7 +241,8 @@ def _replace(graph: Graph, attention: AttentionSite, importance: Node | None, st
             given["sinks"] = sinks = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))
             sinks.meta["val"] = value_of(attention.sinks).flatten()
         dtype = value_of(key.past).dtype
-        query, *new = (_cast(graph, x, dtype) for x in (attention.query, *(_present(graph, s) for s in (key, value))))
+        presents = (_of_heads(graph, _present(graph, side), side) for side in (key, value))
+        query, *new = (_cast(graph, x, dtype) for x in (attention.query, *presents))
         results = call(graph, ATTEND, q=query, k_new=new[0], v_new=new[1], **given)
         out = graph.call_function(operator.getitem, (results, 0))
         mass = graph.call_function(operator.getitem, (results, 1)) if given.get("statistic") else None
@@ -247,6 +251,11 @@ def _replace(graph: Graph, attention: AttentionSite, importance: Node | None, st
             out = attention.expansion.expand(graph, out)
         attention.output.replace_all_uses_with(_shaped_as(graph, out, query, attention))
     return mass
+
+
+def _of_heads(graph: Graph, x: Node, side: Source) -> Node:
+    """``x`` ``[B, H, T, D]`` with the heads of attention in place of those of the cache."""
+    return select(graph, x, side.heads) if side.heads else x
 
 
 def _cast(graph: Graph, x: Node, dtype: torch.dtype) -> Node:
@@ -352,10 +361,22 @@ def count(gm: GraphModule, times: Callable[[Node], int]) -> Reads:
 
     nodes = list(gm.graph.nodes)
     attends = [node for node in nodes if node.target is ATTEND]
-    reconstructed = total(node for node in attends if len(tensors_argument(node, "key")) == 1)
-    decodes = total(node for node in nodes if node.target is DEQUANTIZE)
+    layers = {tensors_argument(node, "key")[0]: node for node in attends}.values()  # several may read one
+    dense = [node for node in attends if len(tensors_argument(node, "key")) == 1]
+    read = {_dequantized(tensors_argument(node, name)[0]) for node in dense for name in ("key", "value")}
+    decodes = [node for node in nodes if node.target is DEQUANTIZE]
     turning = [*attends, *(node for node in nodes if node.target is ROTATE)]
     rotated = total(node for node in turning if argument(node, "rope") != "")
     return Reads(
-        fused=total(attends), reconstructed=reconstructed, decoded=decodes - 2 * reconstructed, rotated=rotated
+        fused=total(layers),
+        reconstructed=total(node for node in layers if node in dense),
+        decoded=total(node for node in decodes if node not in read),
+        rotated=rotated,
     )
+
+
+def _dequantized(node: Node) -> Node:
+    """The call that dequantizes the past ``node``, before heads are selected."""
+    while node.target is not DEQUANTIZE:
+        node = node.all_input_nodes[0]
+    return node

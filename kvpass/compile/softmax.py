@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .calls import argument, compute
-from .nodes import Size, function_of, number, operand, shape, value_of
+from .nodes import function_of, number, operand, shape, value_of
 
 aten = torch.ops.aten
 
@@ -39,15 +39,16 @@ class NotUnderstood(Exception):
     """Why an attention was not matched."""
 
 
-def only_user(node: Node, what: str) -> Node:
-    """The only node that reads ``node``, which is called ``what`` in the error. Raises `NotUnderstood` if there are
-    others."""
-    if len(node.users) == 1:
-        return next(iter(node.users))
-    if any(_is_returned(user) for user in node.users):
+def only_user(node: Node, what: str, besides: Node | None = None) -> Node:
+    """The only node that reads ``node``, which is called ``what`` in the error, not counting ``besides``. Raises
+    `NotUnderstood` if there are others."""
+    users = [user for user in node.users if user is not besides]
+    if len(users) == 1:
+        return users[0]
+    if any(_is_returned(user) for user in users):
         raise NotUnderstood(f"{what} are returned: leave out output_attentions")
-    users = ", ".join(dict.fromkeys(str(user.target) for user in node.users))
-    raise NotUnderstood(f"{what} are also used outside the path to the output: by {users or 'nothing'}")
+    listed = ", ".join(dict.fromkeys(str(user.target) for user in users))
+    raise NotUnderstood(f"{what} are also used outside the path to the output: by {listed or 'nothing'}")
 
 
 def _is_returned(node: Node) -> bool:
@@ -73,14 +74,15 @@ class Scores:
     chain: list[Node] = field(default_factory=list)
 
 
-def read_scores(node: Node) -> Scores:
-    """Walk from the softmax's input back to the product. Raises `NotUnderstood`."""
+def read_scores(node: Node, besides: Node | None = None) -> Scores:
+    """Walk from the softmax's input back to the product. ``besides`` may also read that input. Raises
+    `NotUnderstood`."""
     chain: list[Node] = []
-    biased, factor, cap, dims = False, 1.0, 0.0, len(shape(node))
+    biased, factor, cap = False, 1.0, 0.0
     while node.target not in PRODUCTS and node.target is not aten.baddbmm.default:
         if node.op != "call_function":
             raise NotUnderstood(f"scores come from {node.op} {node.name} instead of a product with the keys")
-        only_user(node, "the attention scores")
+        only_user(node, "the attention scores", besides)
         scalar = number(node, 1)
         if node.target is aten.mul.Tensor and scalar is not None:
             factor *= scalar
@@ -91,7 +93,7 @@ def read_scores(node: Node) -> Scores:
             chain, biased = [], False
         elif (node.target is aten.add.Tensor and scalar is None and not node.kwargs) or node.target in _FILLS:
             biased = True
-        elif node.target not in CASTS | SAME_VALUES and node.target is not aten.reshape.default:
+        elif not (node.target in CASTS | SAME_VALUES or node.target is aten.reshape.default or _only_bounds(node)):
             raise NotUnderstood(f"{node.target} is applied where scores are multiplied, scaled or masked")
         chain.append(node)
         node = _input(node)
@@ -102,10 +104,17 @@ def read_scores(node: Node) -> Scores:
         if biased:
             raise NotUnderstood("a bias is added before the softcap")
         chain, biased = kept, biased_after
-    if biased and dims not in (4, 5):
-        raise NotUnderstood(f"a bias is added to scores of {dims} dims instead of [B, H, S, T]")
     # scores = cap * tanh(factor * q.k): as an op, scale is what multiplies q.k before the division by softcap
     return Scores(node, query, keys, scale * cap if cap else scale, cap, chain[::-1] if biased else [])
+
+
+def _only_bounds(node: Node) -> bool:
+    """Whether ``node`` replaces only scores that hide a token anyway: those below the least number of its dtype."""
+    if node.target is not aten.maximum.default and node.target is not aten.max.other:
+        return False
+    bound = operand(node, 1)
+    value = number(bound, 1) if bound.target is aten.full.default else None
+    return value is not None and value <= torch.finfo(value_of(node).dtype).min / 2
 
 
 def _input(node: Node) -> Node:
@@ -124,7 +133,9 @@ def insert_bias(graph: Graph, scores: Scores, like: Node) -> Node | None:
         value = call(aten.mul.Tensor, operand(scores.product), argument(scores.product, "beta"))
     for node in scores.chain:
         if node.target is aten.reshape.default:
-            value = value and _with_heads(call, value, shape(node))
+            value = value and _with_heads(call, value, node)
+        elif value is not None and len(shape(value)) > len(shape(node)) and _reads_another(node):
+            raise NotUnderstood("a bias is added to scores with heads and batch merged, after another with both")
         elif value is None and node.target is aten.add.Tensor:
             value = operand(node, 1)
             for _ in range(len(shape(node)) - len(shape(value))):
@@ -136,6 +147,8 @@ def insert_bias(graph: Graph, scores: Scores, like: Node) -> Node | None:
             args = list(node.args)
             args[_FILLS.get(node.target, 0)] = value
             value = call(function_of(node), *args, **node.kwargs)
+    if len(shape(value)) == 3:
+        raise NotUnderstood("a bias is added to scores of 3 dims instead of [B, H, S, T]")
     if len(shape(value)) == 5:
         value = call(aten.flatten.using_ints, value, 1, 2)
     elif len(shape(scores.product)) == 5 and shape(value)[:2] != (1, 1):
@@ -146,10 +159,20 @@ def insert_bias(graph: Graph, scores: Scores, like: Node) -> Node | None:
     return call(aten.to.dtype, value, dtype)
 
 
-def _with_heads(call: Callable[..., Node], value: Node, wanted: tuple[Size, ...]) -> Node:
-    """``[B * H, s, T]`` as ``[B, H, s, T]``: batch and heads as ``wanted``, other sizes unchanged."""
+def _reads_another(node: Node) -> bool:
+    return len(node.all_input_nodes) > 1 and not _only_bounds(node)
+
+
+def _with_heads(call: Callable[..., Node], value: Node, reshape: Node) -> Node:
+    """``value``, added to scores before ``reshape``, as ``[B, H, s, T]``, with the batch and heads that ``reshape``
+    splits. A bias that has them keeps them where ``reshape`` merges them."""
+    wanted = shape(reshape)
     if len(shape(value)) == len(wanted):
         return value
+    if len(shape(value)) == 4 and len(wanted) == 3 and wanted[1:] == shape(operand(reshape))[2:]:
+        return value
+    if len(shape(value)) == 3 and shape(value)[0] == 1:
+        return call(aten.unsqueeze.default, value, 0)
     (batch, heads), queries = wanted[:2], shape(value)[1]
     if not all(isinstance(size, int) for size in (batch, heads, queries)):
         raise NotUnderstood("a bias without a head dim of its own, at varying sizes")

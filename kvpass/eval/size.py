@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .. import schemes
+from ..cache.indexed import IndexedLayer
 from ..cache.layer import PackedLayer
 from ..cache.sliding import SlidingLayer, plans_of
 from ..cache.state import SharedTensors
@@ -116,10 +117,19 @@ def _fill(layer: Any, filled: Any, tokens: int) -> Footprint:
         if isinstance(layer, SlidingLayer):
             layer.free(tokens)
             tokens = min(tokens, layer.window - 1)
+        if isinstance(layer, IndexedLayer):
+            layer.fill_beside(_indexed(filled, tokens))
         return Footprint(layer.nbytes, layer.geometry.values_per_token * tokens)
     keys, values = getattr(filled, "keys", None), getattr(filled, "values", None)
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or not keys.numel():
         return Footprint(0, 0)
     layer.update(*(x.new_empty((1, x.shape[1], tokens, x.shape[3]), device="meta") for x in (keys, values)))
-    held = (layer.keys, layer.values)  # in a sliding window: views of the whole prompt, until the next step
+    held = layer.keys, layer.values, *_indexed(filled, tokens).values()
+    # keys and values in a sliding window: views of the whole prompt, until the next step
     return Footprint(sum(x.nbytes for x in held), sum(x.numel() for x in held))
+
+
+def _indexed(filled: Any, tokens: int) -> dict[str, Tensor]:
+    """The keys of the indexer of the layer ``filled``, for a prompt of ``tokens`` tokens; nothing if it has none."""
+    keys = getattr(filled, "indexer_keys", None)
+    return {} if keys is None else {"indexer_keys": keys.new_empty((1, tokens, keys.shape[-1]), device="meta")}

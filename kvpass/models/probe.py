@@ -16,7 +16,7 @@ from ..errors import KVPassError
 from ..schemes import LayerGeometry, geometries
 from .arguments import CACHE, CACHE_NAMES, handing, keeping, takes_cache
 from .encoded import encoded, has_encoder
-from .unpacked import held_by, states_kept, window_of
+from .unpacked import held_by, indexer_dim, states_kept, window_of
 
 
 def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
@@ -168,11 +168,15 @@ def _filled(model: nn.Module) -> Cache:
 
 
 def _refuse_own_class(model: nn.Module, cache: Any) -> None:
-    own = sorted({type(part).__name__ for part in _parts(cache) if type(part) is not DynamicCache})
+    own = [part for part in _parts(cache) if type(part) is not DynamicCache]
     if own:
+        classes = " and ".join(sorted({type(part).__name__ for part in own}))
+        beside = sorted({name for part in own for name in vars(part).keys() - vars(DynamicCache()).keys()})
+        kept = f", which keeps {', '.join(beside)} beside its layers" if beside else ""
         raise KVPassError(
-            f"{type(model).__name__} creates its own cache class, {' and '.join(own)}, whose layers kvpass cannot "
-            "replace. kvpass packs transformers' DynamicCache and StaticCache: use this model without kvpass."
+            f"{type(model).__name__} creates its own cache class, {classes}{kept}. kvpass replaces layers, and packs "
+            "only transformers' DynamicCache and StaticCache, which keep everything in layers: use this model without "
+            "kvpass."
         )
 
 
@@ -225,13 +229,15 @@ def _geometries(cache: Cache, config: PretrainedConfig) -> dict[int, LayerGeomet
 
 
 def _with_windows(layers: dict[int, LayerGeometry | str], of_cache: Sequence[Any]) -> dict[int, LayerGeometry | str]:
-    """``layers`` with the sliding window and the states of each cache layer. No layer is predicted from one with a
-    window."""
+    """``layers`` with the sliding window, the states and the indexer of each cache layer. No layer is predicted from
+    one with a window."""
     found, previous = dict(layers), None
     for index, layer in layers.items():
         if isinstance(layer, LayerGeometry):
-            window, states = window_of(of_cache[index]), states_kept(of_cache[index])
-            found[index] = replace(layer, window=window, states=states, previous_layer=previous)
+            one, window = of_cache[index], window_of(of_cache[index])
+            found[index] = replace(
+                layer, window=window, states=states_kept(one), indexer_dim=indexer_dim(one), previous_layer=previous
+            )
             previous = index if window is None else previous
     return found
 

@@ -12,15 +12,7 @@ from ..schemes.geometry import Held, unequal
 _NOTHING = "keeps nothing: this layer has no attention, or attends to what another layer stores"
 _LINEAR = "keeps a recurrent or convolution state of fixed size and no KV cache, so there is nothing to pack"
 _WITH_STATE = "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"
-_INDEXED = (
-    "sparse attention: besides keys and values it keeps the keys of an indexer, which selects the tokens to attend "
-    "to. kvpass packs layers that keep only keys and values, so it stays in full precision"
-)
-_KNOWN = {
-    "DummyLayer": _NOTHING,
-    "LinearAttentionLayer": _LINEAR,
-    "DynamicIndexedLayer": _INDEXED,
-}
+_KNOWN = {"DummyLayer": _NOTHING, "LinearAttentionLayer": _LINEAR}
 """Names of layer classes of `transformers.cache_utils`; older versions lack some."""
 
 
@@ -40,7 +32,7 @@ def held_by(layer: object, config: PretrainedConfig) -> Held | str:
     kind = type(layer)
     if kind is DynamicLayer:
         return _of_full_attention(layer, config)
-    if kind is cache_utils.DynamicSlidingWindowLayer or states_kept(layer):
+    if kind is cache_utils.DynamicSlidingWindowLayer or states_kept(layer) or indexer_dim(layer) is not None:
         return _of_full_attention(layer, config)
     if _is_of_transformers(layer) and kind.__name__ in _KNOWN:
         return f"{kind.__name__}: {_KNOWN[kind.__name__]}"
@@ -69,6 +61,14 @@ def window_of(layer: object) -> int | None:
 def states_kept(layer: Any) -> int:
     """How many recurrent or convolution states a cache layer keeps besides keys and values."""
     return layer.number_of_states if type(layer).__name__ in _WITH_STATE and _is_of_transformers(layer) else 0
+
+
+def indexer_dim(layer: Any) -> int | None:
+    """Number of channels of the indexer's keys in a filled cache layer of sparse attention; 0 if the layer uses another
+    layer's selection, None if it is no such layer."""
+    if type(layer) is not getattr(cache_utils, "DynamicIndexedLayer", None):
+        return None
+    return 0 if layer.indexer_keys is None else layer.indexer_keys.shape[-1]
 
 
 def _is_of_transformers(layer: object) -> bool:

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers import cache_utils
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..cache.cache_state import CacheState
 from ..cache.context import ForwardContext
@@ -17,7 +18,11 @@ from ..cache.swap import cache_layers, cross_layers
 from ..errors import KVPassError
 from ..layout.window import LENGTH_OFFSET, SEEN_OFFSET, length_tensor, offset_of
 
-_REPLACED = DynamicLayer, DynamicSlidingWindowLayer
+_REPLACED = tuple(
+    getattr(cache_utils, name)
+    for name in ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer")
+    if hasattr(cache_utils, name)
+)
 """Layers that replace their tensors when tokens are added, and never write to them."""
 
 

@@ -117,7 +117,10 @@ class Runtime:
         return plans, layers
 
     def _describe(self, index: int, layer: LayerGeometry) -> str:
-        return f"cross-attention: {self.cross[layer.index][0]}" if layer.cross else str(self.plans[index][0])
+        if layer.cross:
+            return f"cross-attention: {self.cross[layer.index][0]}"
+        beside = f"; exact: keys of the indexer, {layer.indexer_dim} channels per token" if layer.indexer_dim else ""
+        return f"{self.plans[index][0]}{beside}"
 
     def _place(self, predictors) -> dict[int, tuple[SharedTensors, SharedTensors]]:
         """``predictors`` on the devices of their layers."""

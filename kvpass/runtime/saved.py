@@ -24,7 +24,6 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
-    LinearAttentionLayer,
 )
 
 from ..cache.cache_state import CacheState
@@ -32,7 +31,6 @@ from ..cache.cross import CrossLayer
 from ..cache.layer import PackedLayer
 from ..cache.sliding import SlidingLayer
 from ..cache.state import Storage
-from ..cache.stateful import fill_states, states_of
 from ..cache.swap import cache_layers, cross_layers, state_of
 from ..digest import bytes_of, digest
 from ..errors import KVPassError
@@ -176,8 +174,7 @@ def _tensors_of(index: int, layer: CacheLayerMixin) -> Iterator[tuple[str, Tenso
     if isinstance(layer, PackedLayer):
         for part, storage in _parts(layer):
             yield from ((f"{index}.{part}.{name}", t) for name, t in storage.contents(layer.tokens).items())
-        for name, states in states_of(layer):
-            yield from ((f"{index}.{name}.{number}", state) for number, state in states.items() if state is not None)
+        yield from ((f"{index}.{name}", held) for name, held in layer.beside().items())
     elif layer.is_initialized:
         yield from ((f"{index}.{name}", getattr(layer, name)) for name in ("keys", "values"))
 
@@ -267,7 +264,6 @@ def _fill_packed(layer: PackedLayer, numbers: dict[str, Any], tensors: dict[str,
         storage.fill(tokens, own)
     for state, saved in zip(layer.states(), numbers["states"], strict=True):
         state.writes = Writes(tuple((int(first), int(stop)) for first, stop in saved["spans"]), int(saved["packed"]))
-    if isinstance(layer, LinearAttentionLayer):
-        fill_states(layer, tensors)
+    layer.fill_beside(tensors)
     if isinstance(layer, CrossLayer):
         layer.written = True

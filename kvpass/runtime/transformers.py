@@ -67,6 +67,8 @@ class TransformersRuntime(Runtime):
             return "layers with a sliding window store another number of tokens than the others"
         if any(layer.states for _, layer in self.plans.values()):
             return "a layer keeps a state besides its keys and values"
+        if any(layer.indexer_dim is not None for _, layer in self.plans.values()):
+            return "a layer keeps the keys of an indexer, which grow with the cache"
         if self.has_encoder or self.looks_at_previous or self.needs_importance:
             return "what a layer stores depends on more than its own tokens"
         return ""
@@ -310,7 +312,7 @@ class TransformersRuntime(Runtime):
             elif known is not None and own == name and not of_prompt and padding.shape[1] == seen == total:
                 starts = known.starts
         if isinstance(mask, dict):  # one mask per kind of layer
-            packed = [kind for kind in mask if kind == "full_attention" or self.slides]
+            packed = [kind for kind in mask if kind in _WHOLE or self.slides]
             long = {kind: mask[kind] for kind in packed if isinstance(mask[kind], Tensor)}
             kwargs[name] = {**mask, **{kind: each[..., :total] for kind, each in long.items()}}
         if not isinstance(mask, Tensor) or mask.ndim != 4:
@@ -360,6 +362,8 @@ class TransformersRuntime(Runtime):
 
 
 _NOT_A_DEFAULT = object()
+_WHOLE = "full_attention", "indexed_attention"
+"""Kinds of layers that keep all tokens, as transformers names them in a dict of masks."""
 
 
 def _hand_back(given: dict[str, Any], kwargs: dict[str, Any]) -> None:

@@ -30,6 +30,8 @@ class LayerGeometry:
         and whose "values" are the part of the keys with rotary embedding.
     states: number of recurrent or convolution states that the layer keeps besides its keys and values.
     window: how many tokens a query sees at most, itself included, if the layer has a sliding window.
+    indexer_dim: if this is sparse attention: number of channels of the keys, one for each token, by which an indexer
+        selects tokens; 0 if the layer uses another layer's selection.
     """
 
     index: int
@@ -45,6 +47,7 @@ class LayerGeometry:
     latent: bool = False
     window: int | None = None
     states: int = 0
+    indexer_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name, of_keys in (("num_value_heads", self.num_key_value_heads), ("value_head_dim", self.head_dim)):
@@ -62,8 +65,8 @@ class LayerGeometry:
 
     @property
     def values_per_token(self) -> int:
-        """Number of key and value elements that a token takes."""
-        return sum(heads.number * heads.dim for heads in self.heads)
+        """Number of key and value elements that a token takes, keys of an indexer included."""
+        return sum(heads.number * heads.dim for heads in self.heads) + (self.indexer_dim or 0)
 
 
 class Held(NamedTuple):
@@ -78,8 +81,10 @@ class Held(NamedTuple):
 def unequal(keys: Tensor, values: Tensor) -> str:
     """Why these are not the keys and values of a cache layer that can be packed; empty if they may be. They may differ
     in heads and channels."""
-    if any(x.ndim != 4 or not x.numel() for x in (keys, values)):
+    if any(x.ndim != 4 for x in (keys, values)):
         return f"expected keys and values of four dims, not {list(keys.shape)} and {list(values.shape)}"
+    if not (keys.numel() and values.numel()):
+        return f"keys {list(keys.shape)} or values {list(values.shape)} are empty, and both are packed or neither"
     if (keys.shape[0], keys.shape[2]) != (values.shape[0], values.shape[2]):
         return f"keys {list(keys.shape)} and values {list(values.shape)} do not hold the same tokens"
     if keys.device != values.device:
