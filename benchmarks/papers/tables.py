@@ -153,6 +153,13 @@ _QAQ = Table(
     prompt=512,
     scored=48,
 )
+_ACROSS = dict(group_size=1024, across_heads=True)
+
+
+def _aqua(**fields: Any) -> AquaKVConfig:
+    return get("aqua-paper", **fields)
+
+
 _AQUA = Table(
     "AQUA-KV",
     "table 1, Llama 3.2 3B",
@@ -161,14 +168,16 @@ _AQUA = Table(
         Row("Quant, 2 bits", RTNConfig(bits=2, residual=128), 21.56),
         Row("KIVI, 2 bits, groups of 128", get("kivi-128", value_page=4), 9.33),
         Row("KVQuant, 2 bits, 1 %", KVQuantConfig(bits=2, share=0.01, residual=128), 9.43),
-        Row("QuaRot, 2 bits", QuaRotConfig(bits=2, residual=128), 44.68),
-        Row("HIGGS, 2 bits", HIGGSConfig(residual=128), 7.47),
-        Row("AQUA-KV (HIGGS)", "aqua-paper", 7.03),
-        Row("AQUA-KV, no sinks", AquaKVConfig(residual=128, predictor="linear", sinks=0), 7.15),
-        Row("AQUA-KV, keys only", AquaKVConfig(residual=128, predictor="linear", predicted="keys"), 7.06),
-        Row("AQUA-KV, values only", AquaKVConfig(residual=128, predictor="linear", predicted="values"), 7.50),
-        Row("AQUA-KV, after RoPE", AquaKVConfig(residual=128, predictor="linear", rope="post"), 7.05),
+        Row("QuaRot, 2 bits, g = 1024", QuaRotConfig(bits=2, residual=128, **_ACROSS), 44.68),
+        Row("HIGGS, 2 bits, g = 1024", HIGGSConfig(residual=128, **_ACROSS), 7.47),
+        Row("AQUA-KV, g = 1024", _aqua(), 7.03),
+        Row("AQUA-KV, g = 1024, no sinks", _aqua(sinks=0), 7.15),
+        Row("AQUA-KV, g = 1024, keys only", _aqua(predicted="keys"), 7.06),
+        Row("AQUA-KV, g = 1024, values only", _aqua(predicted="values"), 7.50),
+        Row("AQUA-KV, g = 1024, after RoPE", _aqua(rope="post"), 7.05),
+        Row("HIGGS, 2 bits", HIGGSConfig(residual=128)),
         Row("HIGGS, 2 bits, 4 sinks", HIGGSConfig(residual=128, sinks=4)),
+        Row("AQUA-KV (HIGGS)", AquaKVConfig(residual=128, predictor="linear")),
     ],
     lower=True,
 )

@@ -35,7 +35,7 @@ def _resolved(field: str, scheme: SchemeConfig | str | dict[str, Any]) -> Scheme
 
 
 @register_scheme(
-    aqua_paper=dict(residual=128, predictor="linear"),
+    aqua_paper=dict(residual=128, predictor="linear", backbone=HIGGSConfig(group_size=1024, across_heads=True)),
     aqua_3=dict(backbone=HIGGSConfig(grid="d2n64")),
     aqua_4=dict(backbone=HIGGSConfig(grid="d2n256")),
     aqua_kivi=dict(backbone=KIVIConfig()),
@@ -45,7 +45,8 @@ def _resolved(field: str, scheme: SchemeConfig | str | dict[str, Any]) -> Scheme
 @dataclass(frozen=True, kw_only=True)
 class AquaKVConfig(StorageConfig):
     """Keys and values leave the window together, so both windows hold between 0 and ``residual - 1`` tokens. 4-bit
-    weights and a short window serve short contexts best; "aqua-paper" has the paper's settings.
+    weights and a short window serve short contexts best; "aqua-paper" has the paper's settings, with groups of 1,024
+    channels, or all of a token if there are fewer.
 
     backbone: any scheme that does not share quantized values between layers; its own window and sinks are ignored.
     first_layer: the scheme of the first layer, which has none below. "auto" is HIGGS at 4 bits, centred or not, or full
@@ -109,11 +110,17 @@ class AquaKVConfig(StorageConfig):
     @property
     def first(self) -> SchemeConfig:
         """The scheme of the first layer before anything is measured."""
-        return HIGGSConfig(grid="d2n256", center=True) if self.first_layer == "auto" else get(self.first_layer)
+        return self._of_four_bits(center=True) if self.first_layer == "auto" else get(self.first_layer)
+
+    def _of_four_bits(self, center: bool) -> HIGGSConfig:
+        """HIGGS at 4 bits, with the groups of the backbone if that is HIGGS."""
+        backbone = get(self.backbone)
+        plain = backbone if isinstance(backbone, HIGGSConfig) else HIGGSConfig()
+        return HIGGSConfig(grid="d2n256", center=center, group_size=plain.group_size, across_heads=plain.across_heads)
 
     @property
     def first_layer_choices(self) -> list[SchemeConfig]:
         """The schemes that calibration chooses from for the first layer: cheapest first, lossless last."""
         if self.first_layer != "auto":
             return [self.first]
-        return [*(HIGGSConfig(grid="d2n256", center=center) for center in (False, True)), IdentityConfig()]
+        return [*(self._of_four_bits(center) for center in (False, True)), IdentityConfig()]
