@@ -181,6 +181,21 @@ _AQUA = Table(
     ],
     lower=True,
 )
+_INPUTS = Table(
+    "AQUA-KV",
+    "appendix D, predictor inputs, Llama 3.2 3B",
+    "WikiText-2 perplexity",
+    [
+        Row("K to K, V and K to V", _aqua(), 7.03),
+        Row("without V predictor", _aqua(predicted="keys"), 7.06),
+        Row("without K predictor", _aqua(predicted="values"), 7.50),
+        Row("without K to V", _aqua(values_from="values"), 7.04),
+        Row("without V to V", _aqua(values_from="keys"), 7.04),
+        Row("only bias", _aqua(predictor="bias"), 7.24),
+        Row("fitted to original keys and values", _aqua(fit_on="original"), 7.13),
+    ],
+    lower=True,
+)
 
 TABLES = {
     "squat": _SQUAT,
@@ -191,6 +206,7 @@ TABLES = {
     "xquant-eta": _ETA,
     "qaq": _QAQ,
     "aqua": _AQUA,
+    "aqua-inputs": _INPUTS,
 }
 
 

@@ -51,9 +51,12 @@ class AquaKVConfig(StorageConfig):
     backbone: any scheme that does not share quantized values between layers; its own window and sinks are ignored.
     first_layer: the scheme of the first layer, which has none below. "auto" is HIGGS at 4 bits, centred or not, or full
         precision, whichever serves the layers above best according to the calibration.
-    predictor: "linear", "low-rank" or "mlp" with 16-bit weights, "linear-4" or "low-rank-4" with 4-bit weights.
+    predictor: "linear", "low-rank" or "mlp" with 16-bit weights, "linear-4" or "low-rank-4" with 4-bit weights; "bias"
+        is a mean of the model alone.
     rank: rank of "low-rank"; None is half the width of a layer's keys.
     predicted: which of keys and values are predicted; the others go to the backbone directly.
+    values_from: what values are predicted from: this layer's "keys", the "values" of the layer below, or "both". The
+        weights of the other input are stored as zeros. "mlp" takes both.
     fit_on: fit predictors to the dequantized keys and values of the layer below ("reconstructed", as in the paper), or
         to the "original" ones, which suits any backbone.
     ridge: added to the diagonal of the normal equations, relative to its mean.
@@ -70,6 +73,7 @@ class AquaKVConfig(StorageConfig):
     predictor: str = "linear-4"
     rank: int | None = None
     predicted: Literal["both", "keys", "values"] = "both"
+    values_from: Literal["both", "keys", "values"] = "both"
     fit_on: Literal["reconstructed", "original"] = "reconstructed"
     ridge: float = 1e-3
 
@@ -78,7 +82,8 @@ class AquaKVConfig(StorageConfig):
         object.__setattr__(self, "backbone", _resolved("backbone", self.backbone))
         if self.first_layer != "auto":
             object.__setattr__(self, "first_layer", _resolved("first_layer", self.first_layer))
-        parse_predictor(self.predictor)
+        if parse_predictor(self.predictor)[0] == "mlp" and self.values_from != "both":
+            raise KVPassError("predictor='mlp' normalizes all of its inputs together: use values_from='both'.")
         if self.rank is not None:
             check_integers(self, rank=1)
         if self.value_page is not None:
