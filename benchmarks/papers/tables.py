@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpass import Recent, Sinks
+from kvpass import HeavyHitter, LogSparseEviction, Recent, Sinks, SnapKV, StreamingLLM
 from kvpass.schemes import (
     AquaKVConfig,
     AsymKVConfig,
     GEARConfig,
     HIGGSConfig,
+    IdentityConfig,
     KIVIConfig,
     KVQuantConfig,
     QuaRotConfig,
@@ -102,6 +103,21 @@ _LOGQUANT = Table(
         Row("KIVI, as many exact tokens, the newest", KIVIConfig(group_size=64, retention=Recent(192, 64))),
         Row("the same, 1 sink", KIVIConfig(group_size=64, retention=Sinks(1) + Recent(192, 64))),
     ],
+)
+_LOGQUANT_EVICTION = Table(
+    "LogQuant",
+    "table 2, Llama-3.1-8B-Instruct, at R = 128",
+    "L1 error of attention on GSM8K",
+    [
+        Row("LogQuant, 2 bits", get("logquant-192"), 432.50),
+        Row("KIVI, 2 bits", KIVIConfig(residual=192, group_size=64, **_values()), 556.10),
+        Row("LogQuant, eviction", IdentityConfig(retention=LogSparseEviction(64)), 1076.70),
+        Row("KIVI, eviction", IdentityConfig(retention=StreamingLLM(0, recent=192, exact=128, page_size=64)), 1612.56),
+        Row("KIVI, eviction, 1 sink", IdentityConfig(retention=StreamingLLM(1, recent=192, exact=128, page_size=64))),
+        Row("SnapKV", IdentityConfig(retention=SnapKV(160))),
+        Row("H2O", IdentityConfig(retention=HeavyHitter(96, recent=96))),
+    ],
+    lower=True,
 )
 _XQUANT = Table(
     "XQuant",
@@ -201,6 +217,7 @@ TABLES = {
     "squat": _SQUAT,
     "squat-lambda": _SQUAT_LAMBDA,
     "logquant": _LOGQUANT,
+    "logquant-eviction": _LOGQUANT_EVICTION,
     "xquant": _XQUANT,
     "xquant-asymkv": _ASYMKV,
     "xquant-eta": _ETA,

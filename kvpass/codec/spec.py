@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from ..errors import KVPassError
 from ..fields import check_types, fields_alone, hash_once
+from ..layout.eviction import OBSERVED
 from ..layout.retention import Retention
 from .bitpack import byte_rows, smallest_page
 from .codec import CODECS, Codec, codec_from, described
@@ -157,7 +158,7 @@ class CodecSpec:
         """The attention-mass statistic that ``kvpass::attend`` must return per token; "" if storage needs none."""
         if self.quantizer.adaptive is not None:
             return f"max-{self.quantizer.adaptive.rows}"
-        return "sum" if self.retention.evict == "attention" else ""
+        return {"attention": "sum", "observed": f"sum-{OBSERVED}"}.get(self.retention.evict, "")
 
     @cached_property
     def features(self) -> frozenset[str]:
