@@ -28,7 +28,7 @@ from .fit_sequence import fit_to_queries, fit_to_tokens, fits_tokens, keep_pairs
 PLACES = frozenset({"keep=log", "pre_rope"})
 """Features that decide where tokens are stored, or whether keys have rotary embedding. They do not affect how pages are
 quantized and dequantized."""
-APPENDED = PLACES | {"own_codes", "budget", "shared", "center", *(f"predictor={x}" for x in PREDICTORS)}
+APPENDED = PLACES | {"own_codes", "rounding", "budget", "shared", "center", *(f"predictor={x}" for x in PREDICTORS)}
 APPENDED |= {f"evict={rule}" for rule in ("observed", "age", "log")}
 """Features that `append` implements for every lowering."""
 MERGED = PLACES | {f"bits={bits}" for bits in (*FIELDS, *RAW)} | {"per=channel", "per=token", "fit=lsq", "eta"}

@@ -152,6 +152,26 @@ _ETA = Table(
         for first, second, figure in ((0.0, 0.0, 37.20), (0.0, 0.05, 40.32), (0.2, 0.0, 41.98), (0.2, 0.05, 44.20))
     ],
 )  # fmt: skip
+_GAMMA = [  # the middle of the paper's interval, or an end of it -> its figure
+    (0.75 / 6, 12.20), (5 / 24, 14.05), (3 / 8, 16.84), (5 / 8, 17.32), (19 / 24, 17.60), (5.5 / 6, 17.32),
+]  # fmt: skip
+_HALVES = dict(residual=128, weights=(0.5, 0.5))
+_MERGE = Table(
+    "XQuant",
+    "table 5, Mistral-7B-Instruct: how the codes of two layers are merged",
+    "MuSiQue",
+    [
+        Row("KIVI", KIVIConfig(residual=128, **_values()), 18.13),
+        Row("floor", XQuantConfig(rounding="floor", **_HALVES, **_values(value_page=8)), 16.79),
+        Row("ceiling", XQuantConfig(rounding="ceil", **_HALVES, **_values(value_page=8)), 16.36),
+        *(
+            Row(f"average, gamma {gamma:.3g}", XQuantConfig(
+                residual=128, weights=(gamma, 1 - gamma), **_values(value_page=8)), figure)
+            for gamma, figure in _GAMMA
+        ),
+        Row("groups of three, the first's codes", XQuantConfig(residual=128, group_layers=3, **_values(value_page=8))),
+    ],
+)  # fmt: skip
 _QAQ_PAPER = dict(sigma_s=0.02, sigma_x=0.05)
 _QAQ = Table(
     "QAQ",
@@ -221,6 +241,7 @@ TABLES = {
     "xquant": _XQUANT,
     "xquant-asymkv": _ASYMKV,
     "xquant-eta": _ETA,
+    "xquant-merge": _MERGE,
     "qaq": _QAQ,
     "aqua": _AQUA,
     "aqua-inputs": _INPUTS,
