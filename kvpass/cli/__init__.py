@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers.utils import logging as transformers_logging
 
 from ..errors import KVPassError
-from . import bench, calibrate, demo, eval, explain, needle, perplexity, recommend, ruler, tasks
+from . import bench, calibrate, demo, diagnose, eval, explain, needle, perplexity, recommend, ruler, tasks
 
 _COMMANDS = {
     "demo": demo,
@@ -16,6 +16,7 @@ _COMMANDS = {
     "perplexity": perplexity,
     "tasks": tasks,
     "ruler": ruler,
+    "diagnose": diagnose,
     "needle": needle,
     "bench": bench,
     "calibrate": calibrate,
