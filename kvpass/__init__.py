@@ -22,7 +22,16 @@ with quiet("torchao", "torch.utils._pytree"):  # transformers imports torchao, w
     from .cache.tensor import PackedKV
     from .calibration.fit import calibrate
     from .errors import KVPassError, NonFiniteError, NotFusedError
-    from .layout.retention import HeavyHitter, LogSparse, Recent, Retention, Sinks, StreamingLLM
+    from .layout.retention import (
+        HeavyHitter,
+        LogSparse,
+        LogSparseEviction,
+        Recent,
+        Retention,
+        Sinks,
+        SnapKV,
+        StreamingLLM,
+    )
     from .runtime.saved import load_cache, save_cache
     from .runtime.warmup import warmup
     from .schemes.calibrated import Calibration
@@ -33,12 +42,14 @@ __all__ = [
     "HeavyHitter",
     "KVPassError",
     "LogSparse",
+    "LogSparseEviction",
     "NonFiniteError",
     "NotFusedError",
     "PackedKV",
     "Recent",
     "Retention",
     "Sinks",
+    "SnapKV",
     "StreamingLLM",
     "apply",
     "bits_per_value",

@@ -17,7 +17,7 @@ from kvpass.codec.quantizer import RAW
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.tensors import Pack, of_model
 from kvpass.errors import KVPassError
-from kvpass.layout.eviction import choose, evict, update_importance
+from kvpass.layout.eviction import choose, every_second, evict, update_importance
 from kvpass.layout.pool import whole
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout
@@ -28,7 +28,8 @@ from .fit_sequence import fit_to_queries, fit_to_tokens, fits_tokens, keep_pairs
 PLACES = frozenset({"keep=log", "pre_rope"})
 """Features that decide where tokens are stored, or whether keys have rotary embedding. They do not affect how pages are
 quantized and dequantized."""
-APPENDED = PLACES | {"own_codes", "budget", "evict=age", "shared", "center", *(f"predictor={x}" for x in PREDICTORS)}
+APPENDED = PLACES | {"own_codes", "rounding", "budget", "shared", "center", *(f"predictor={x}" for x in PREDICTORS)}
+APPENDED |= {f"evict={rule}" for rule in ("observed", "age", "log")}
 """Features that `append` implements for every lowering."""
 MERGED = PLACES | {f"bits={bits}" for bits in (*FIELDS, *RAW)} | {"per=channel", "per=token", "fit=lsq", "eta"}
 MERGED |= {"rotation", "grid"}
@@ -48,7 +49,10 @@ def decide(call: AppendCall) -> None:
     valid = None if call.mask is None else not_padding(call.mask, x.shape[0], tokens)
     total = update_importance(importance, n, tokens, call.scores, valid, retention)
     if gone:
-        slots.copy_(choose(total[..., sinks : sinks + budget + gone], min(retention.packed(n), budget), budget))
+        candidates = total[..., sinks : sinks + budget + gone]
+        if retention.evict == "log":
+            candidates = every_second(candidates, budget)
+        slots.copy_(choose(candidates, min(retention.packed(n), budget), budget))
         total = evict(total, slots, gone, retention)
     importance[..., : total.shape[-1]] = total
 

@@ -33,6 +33,12 @@ class DequantizeCall(NamedTuple):
     predictor: Sequence[Tensor] = ()
 
 
+def parse_statistic(text: str) -> tuple[str, int | None]:
+    """ "sum" or "max", and over how many last queries; None for all (`AttendCall.statistic`)."""
+    kind, _, last = text.partition("-")
+    return kind, int(last) if last else None
+
+
 class AttendCall(NamedTuple, Generic[Past]):
     """A call of ``kvpass::attend``: attention over the stored past and the tokens of the call.
 
@@ -48,8 +54,8 @@ class AttendCall(NamedTuple, Generic[Past]):
     rotary: cos and sin ``[B, >= n, p]`` and the text of the rotation (`kvpass.codec.rope`), for keys that are stored
         before rotary embedding.
     sinks: ``[H_q]``, logits that join the softmax of each head without a value.
-    statistic: which attention mass to return: "sum" over the queries, the largest weight of the last N queries
-        ("max-N"), or "" for none.
+    statistic: which attention mass to return: "sum" over the queries, the sum over the last N of them ("sum-N"), their
+        largest weight ("max-N"), or "" for none.
     importance: with eviction: ``[B, H_kv or 1, >= n]`` float32, -inf for padding. Only the columns of ``mask`` for the
         tokens of the call are used then.
     length: ``n`` on the device, or None.

@@ -17,7 +17,7 @@ from kvpass.layout.pool import whole
 from kvpass.layout.window import layout
 
 from .append import CHUNK, append, append_layers
-from .call_types import AppendCall, AppendLayersCall, AttendCall, DequantizeCall
+from .call_types import AppendCall, AppendLayersCall, AttendCall, DequantizeCall, parse_statistic
 from .fit_sequence import not_padding
 from .table import EAGER, implements
 
@@ -229,9 +229,9 @@ def attention_mass(call: AttendCall, k: Tensor) -> Tensor:
     queries, tokens, heads = q.shape[2], k.shape[2], k.shape[1]
     own = None if mask is None else not_padding(mask, q.shape[0], queries)
     total, k = torch.zeros(*k.shape[:3], device=k.device), k.float()
-    behind, last = torch.arange(tokens, device=q.device), statistic.removeprefix("max-")
+    behind, (kind, last) = torch.arange(tokens, device=q.device), parse_statistic(statistic)
     step = max(16, min(_ROWS, _WEIGHTS // tokens))
-    for first in range(0 if statistic == "sum" else max(0, queries - int(last)), queries, step):
+    for first in range(max(0, queries - (last or queries)), queries, step):
         rows, seen = slice(first, min(first + step, queries)), tokens
         part = None if mask is None else mask[:, :, rows]
         if call.causal:
@@ -243,5 +243,5 @@ def attention_mass(call: AttendCall, k: Tensor) -> Tensor:
         if own is not None:
             weights = weights * own[:, None, rows, None]
         weights, mass = weights.unflatten(1, (heads, -1)), total[..., :seen]
-        mass.copy_(mass + weights.sum((2, 3)) if statistic == "sum" else torch.maximum(mass, weights.amax((2, 3))))
+        mass.copy_(mass + weights.sum((2, 3)) if kind == "sum" else torch.maximum(mass, weights.amax((2, 3))))
     return total

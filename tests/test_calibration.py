@@ -16,6 +16,7 @@ from kvpass import KVPassError
 from kvpass.calibration import fit as fitting
 from kvpass.calibration.datatypes import collect_gradients, rope_between
 from kvpass.cli.shared import scheme as cli_scheme
+from kvpass.codec.predictor import matrix
 from kvpass.codec.rope import rotate
 from kvpass.eval.quality import packed
 from kvpass.progress import bar
@@ -68,6 +69,37 @@ def test_residuals_fitted_on_reconstructions_are_smaller_than_those_of_the_mean(
     model, _ = calibrated
     calibration = kvpass.calibrate(model, data(2), {**SMALL, "predictor": "linear"}, progress=False)
     assert all(share > 0 for both in calibration.explained.values() for share in both)
+
+
+@pytest.mark.parametrize("predictor", ["linear", "linear-4", "low-rank"])
+def test_an_input_that_is_left_out_has_weights_of_zero(predictor):
+    width = 2 * 32
+    for values_from, unused in (("keys", slice(None, width)), ("values", slice(width, None))):
+        fields = dict(predictor=predictor, values_from=values_from, first_layer="higgs-4")
+        calibration = kvpass.calibrate(llama(layers=2), data(2), {**SMALL, **fields}, progress=False)
+        first = matrix(calibration.predictors[1][1][: 3 if predictor == "linear-4" else 1])
+        assert not first[:, unused].any() and first.any()
+        assert matrix(calibration.predictors[1][0][: 3 if predictor == "linear-4" else 1]).any(0).all()
+
+
+def test_a_bias_alone_is_the_mean_of_the_tokens_that_are_packed(tmp_path):
+    fields = dict(predictor="bias", rope="post", first_layer="identity", backbone="identity")
+    model, sequences = llama(layers=2), data(2, 4 + 64)
+    calibration = kvpass.calibrate(model, sequences, {**SMALL, **fields}, progress=False)
+    (bias,), (of_values,) = calibration.predictors[1]
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=sequences[0], past_key_values=cache)
+    for found, exact in ((bias, cache.layers[1].keys), (of_values, cache.layers[1].values)):
+        torch.testing.assert_close(found.float(), exact[0, :, 4:].mean(1).flatten(), atol=1e-3, rtol=1e-3)
+    assert calibration.explained[1][0] < 0.2
+    calibration.save(tmp_path)
+    kvpass.apply(model, kvpass.load(tmp_path), lowering="eager")
+
+
+def test_a_network_normalizes_all_inputs_together_and_takes_all():
+    with pytest.raises(KVPassError, match="use values_from='both'"):
+        kvpass.schemes.get("aqua", predictor="mlp", values_from="keys")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 import kvpass
-from kvpass import HeavyHitter, KVPassError, Sinks, StreamingLLM, schemes
+from kvpass import HeavyHitter, KVPassError, LogSparseEviction, Sinks, SnapKV, StreamingLLM, schemes
 from kvpass.schemes import IdentityConfig, KIVIConfig, SQuatConfig
 
 from common import randn
@@ -23,12 +23,14 @@ CONFIGS = {
     "kivi+h2o": KIVIConfig(group_size=16, retention=Sinks(2) + SMALL),
     "squat+h2o": SQuatConfig(group_size=16, rank=4, block_size=16, retention=SMALL),
     "kivi-pre+h2o": KIVIConfig(group_size=16, rope="pre", retention=HeavyHitter(32, 24, 16, shared=True)),
+    "kivi+snapkv": KIVIConfig(group_size=16, retention=SnapKV(32, recent=24, page_size=16)),
+    "kivi+log-sparse": KIVIConfig(group_size=16, retention=LogSparseEviction(16)),
     "kivi+streaming": KIVIConfig(group_size=16, retention=StreamingLLM(4, recent=48, exact=16, page_size=16)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.nightly_cases("kivi+streaming*", "kivi-pre*", "squat*")
+@pytest.mark.nightly_cases("kivi+streaming*", "kivi+log*", "kivi-pre*", "squat*")
 @pytest.mark.compiles
 @pytest.mark.parametrize("name, padded", [*((name, name == "kivi+h2o") for name in CONFIGS if name != "h2o")])
 def test_the_compiled_step_is_the_eager_one(name, padded):

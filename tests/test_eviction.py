@@ -1,6 +1,7 @@
 """Attention mass as an output of attention, and eviction by it, against lists of tokens in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvpass import HeavyHitter, Sinks, StreamingLLM, schemes
+from kvpass import HeavyHitter, KVPassError, LogSparseEviction, Sinks, SnapKV, StreamingLLM, schemes
 from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, dequantize_pages, quantize_pages
 from kvpass.codec.pages import replace_tokens
-from kvpass.layout.eviction import choose, update_importance
+from kvpass.layout.eviction import OBSERVED, choose, update_importance
 from kvpass.lowering.reference import attention_mass
 from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig
 
@@ -93,10 +94,9 @@ class Layer:
         self.importance = torch.nn.functional.pad(self.importance, (0, more))
         length = key.length_tensor(self.n)
         packs = [state.pack for state in self.states]
-        statistic = "sum" if self.spec.retention.evict == "attention" else ""
         out, *paid = torch.ops.kvpass.attend(
             q, *packs, length, k, v, mask, mask is None, 1 / math.sqrt(DIM), 0.0, key.text, value.text, lowering,
-            statistic=statistic, importance=self.importance,
+            statistic=self.spec.statistic, importance=self.importance,
         )  # fmt: skip
         for state, x in zip(self.states, (k, v), strict=True):
             first = state is key
@@ -147,6 +147,12 @@ class Naive:
     def _evicted(self, kept):
         gone, sinks = self.spec.retention.evicted(len(kept)), self.spec.retention.sinks
         candidates = kept[sinks : sinks + self.spec.retention.budget + gone] if gone else []
+        if self.spec.retention.evict == "log":
+            numbers = [token[0] for token in candidates]
+            stay = numbers[:8]
+            for i in range(8, len(numbers), 8):
+                stay = (stay + numbers[i : i + 8])[::2]
+            return [t for t in kept if t[0] not in numbers or t[0] in stay]
         worth = (lambda t: t[3]) if self.spec.retention.evict == "attention" else (lambda t: (t[3] != -math.inf, t[0]))
         lost = {t[0] for t in sorted(candidates, key=worth)[:gone]}
         return [t for t in kept if t[0] not in lost]
@@ -155,6 +161,7 @@ class Naive:
 POLICIES = {
     "heavy hitters": HeavyHitter(16, recent=12, page_size=8),
     "heavy hitters and sinks": Sinks(3) + HeavyHitter(8, recent=4, page_size=8),
+    "log-sparse": Sinks(1) + LogSparseEviction(8),
     "streaming": StreamingLLM(2, recent=24, exact=8, page_size=8),
     "streaming, all exact": StreamingLLM(1, recent=8, exact=8, page_size=4),
 }
@@ -211,6 +218,55 @@ def test_sinks_and_recent_tokens_are_never_dropped_and_the_budget_is_kept(name, 
         assert all(tuple(k[0, head, i].tolist()) in held for i in {*range(min(spec.retention.sinks, length)), *recent})
 
 
+@pytest.mark.parametrize(
+    "length, kept",
+    [
+        (11, [*range(11)]),
+        (12, [0, 2, 4, 6, 8, 9, 10, 11]),
+        (30, [0, 16, 20, 22, *range(24, 30)]),
+        (64, [0, 52, 56, 58, *range(60, 64)]),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_log_sparse_eviction_keeps_the_tokens_of_the_papers_algorithm(length, kept, at_once):
+    layer = Layer(IdentityConfig(retention=replace(LogSparseEviction(4), rollback=0)))
+    stream = draw(0, length)
+    for part in [stream] if at_once else zip(*(x.split(1, 2) for x in stream), strict=True):
+        layer.step(*part)
+    keys, _, _ = layer.stored()
+    numbers = {tuple(key.tolist()): i for i, key in enumerate(stream[1][0, 0])}
+    assert sorted(numbers[tuple(key.tolist())] for key in keys[0, 0]) == kept
+
+
+@pytest.mark.parametrize("length", [60, 100])
+def test_snapkv_keeps_the_tokens_that_the_last_queries_attend_to_and_their_neighbours(length):
+    policy = replace(SnapKV(16, recent=32, page_size=4), rollback=0)
+    layer, (q, k, v) = Layer(IdentityConfig(retention=policy)), draw(3, length)
+    layer.step(q, k, v)
+    keys, _, _ = layer.stored()
+    packed = policy.packed(length)
+    for head in range(GROUPS):
+        mass = [0.0] * length
+        for r in range(REPEATS):
+            for i in range(length - OBSERVED, length):
+                scores = k[0, head, : i + 1].double() @ q[0, head * REPEATS + r, i].double() / math.sqrt(DIM)
+                for token, weight in enumerate(scores.softmax(0).tolist()):
+                    mass[token] += weight
+        before = length - OBSERVED
+        score = [max(mass[max(0, t - 3) : min(before, t + 4)]) if t < before else mass[t] for t in range(packed)]
+        wanted = {*sorted(range(packed), key=score.__getitem__)[-16:], *range(packed, length)}
+        numbers = {tuple(key.tolist()): i for i, key in enumerate(k[0, head])}
+        found = {numbers[tuple(key.tolist())] for key in keys[0, head]}
+        least = min(score[token] for token in wanted if token < packed)
+        assert len(found) == len(wanted) and len(wanted - found) < 7
+        assert all(score[token] == pytest.approx(least) for token in wanted - found)  # neighbours have equal scores
+
+
+def test_log_sparse_eviction_needs_equal_windows():
+    with pytest.raises(KVPassError, match="must be equal"):
+        replace(LogSparseEviction(8), budget=16)
+
+
 def test_kv_heads_keep_their_own_tokens_unless_the_choice_is_shared():
     kept = {}
     for shared in (False, True):
@@ -254,7 +310,7 @@ def test_accumulated_mass_equals_attention_in_float64():
 
 
 @pytest.mark.parametrize("decoded", [False, True], ids=["", "decoded"])
-@pytest.mark.parametrize("queries, statistic", [(1, "sum"), (3, "sum"), (7, "max-5"), (1, "")])
+@pytest.mark.parametrize("queries, statistic", [(1, "sum"), (3, "sum"), (7, "max-5"), (7, "sum-5"), (1, "")])
 @pytest.mark.usefixtures("reference_in_this_test")
 def test_opcheck_attend_with_scores(queries, statistic, decoded):
     layer = Layer(KIVIConfig(group_size=8, retention=POLICIES["heavy hitters"]))

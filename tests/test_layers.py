@@ -2,7 +2,9 @@
 bytes."""
 
 import copy
+import math
 import re
+from fractions import Fraction
 
 import pytest
 import torch
@@ -105,7 +107,9 @@ def test_groups_may_be_larger_and_another_layer_dominant():
         (dict(dominant=2), "dominant=2 is out of range for group_layers=2"),
         (dict(fit="lsq", eta_1=0.0, eta_2=0.0, dominant=1), "dominant=0"),
         (dict(weights=(0.5, 0.6)), "sum to 1"),
-        (dict(weights=(0.5, 0.5), group_layers=3), "group_layers=2"),
+        (dict(weights=(0.5, 0.5), group_layers=3), "must be group_layers=3 numbers"),
+        (dict(weights=(0.0, 1.0)), "the first above 0"),
+        (dict(rounding="floor"), "give the weights"),
         (dict(eta_1=0.5), r"eta=0.5.*\[0, 0.5\)"),
         (dict(fit="lsq"), "use eta=0 with it"),
         (dict(eta=0.1), "eta_1 and eta_2"),
@@ -193,6 +197,36 @@ def test_weights_average_codes_and_round(seed, weight):
     codes = unpack(share_codes(theirs, y, mine, spec)[0], 2).double()
     average = (1 - weight) * unpack(theirs, 2).double() + weight * unpack(mine[0], 2).double()
     assert (codes - average).abs().max() <= 0.5
+
+
+@given(seeds, st.sampled_from(("floor", "ceil")))
+def test_averages_are_rounded_down_or_up(seed, rounding):
+    x, y = randn(seed, 1, 1, 32, DIM), randn(seed + 1, 1, 1, 32, DIM)
+    for weight, exactly in ((0.5, Fraction(1, 2)), (1 / 3, Fraction(1, 3))):
+        spec = coded(**SPEC, own_codes=weight, rounding=rounding)
+        theirs, mine = quantize_pages(x, spec)[0], quantize_pages(y, spec)
+        codes = unpack(share_codes(theirs, y, mine, spec)[0], 2)
+        for got, a, b in zip(
+            *(t.flatten().tolist() for t in (codes, unpack(theirs, 2), unpack(mine[0], 2))), strict=True
+        ):
+            assert got == getattr(math, rounding)(a + exactly * (b - a))
+
+
+@torch.no_grad()
+def test_groups_of_three_average_the_codes_of_all_in_turn():
+    weights = (0.5, 0.25, 0.25)
+    config = XQuantConfig(kq=3, vq=3, km=0, vm=0, group_layers=3, weights=weights, rounding="floor", depth=None)
+    alone = XQuantConfig(kq=3, vq=3, km=3, vm=3, depth=None)
+    assert [plan.key.own_codes for plan in plans(config, 3).values()] == pytest.approx([1, 1 / 3, 1 / 4])
+    caches = []
+    for each in (config, alone):
+        model = kvpass.apply(llama(layers=3), scheme=each, lowering="eager")
+        cache = model(input_ids=tokens(1, 80), use_cache=True).past_key_values
+        caches.append(cache.layers)
+    assert caches[0][1].key_state.codes is caches[0][2].key_state.codes is caches[0][0].key_state.codes
+    one, two, three = (unpack(layer.key_state.codes[:, :, :2], 2).double() for layer in caches[1])
+    expected = ((((one + (two - one) / 3) + 1e-6).floor()) * 3 / 4 + three / 4 + 1e-6).floor()
+    assert torch.equal(unpack(caches[0][0].key_state.codes[:, :, :2], 2).double(), expected)
 
 
 # ---------------------------------------------------------------- in a cache

@@ -23,7 +23,7 @@ from common import DIM, chunkings, coded, naive_unpack, only_reference, randn, r
 
 HEADS, WIDTH = 2, 2 * DIM
 GEOMETRY = LayerGeometry(0, 3, HEADS, DIM, torch.float32, torch.device("cpu"))
-predictors = st.sampled_from(("linear", "linear-4", "low-rank", "low-rank-4", "mlp"))
+predictors = st.sampled_from(("bias", "linear", "linear-4", "low-rank", "low-rank-4", "mlp"))
 
 
 def packed_matrix(seed: int, outputs: int, inputs: int) -> list[torch.Tensor]:
@@ -35,10 +35,10 @@ def packed_matrix(seed: int, outputs: int, inputs: int) -> list[torch.Tensor]:
 def weights_of(predictor: str, role: int, seed: int) -> list[torch.Tensor]:
     """Random weights for the keys (role 0) or values of a layer."""
     kind, bits = parse_predictor(predictor)
-    inputs, hidden = WIDTH * (1 + role), {"linear": WIDTH, "low-rank": 8, "mlp": 2 * WIDTH}[kind]
+    inputs, hidden = WIDTH * (1 + role), {"bias": 0, "linear": WIDTH, "low-rank": 8, "mlp": 2 * WIDTH}[kind]
     shapes = [(hidden, inputs)] if kind == "linear" else [(hidden, inputs), (WIDTH, hidden)]
     out = []
-    for i, shape in enumerate(shapes):
+    for i, shape in enumerate(shapes[: MATRICES[kind]]):
         out += packed_matrix(seed + i, *shape) if bits == 4 else [randn(seed + i, *shape).half() / shape[1] ** 0.5]
     return out + [randn(seed + 9, size).half() for size in ((hidden, WIDTH) if kind == "mlp" else (WIDTH,))]
 
@@ -57,7 +57,9 @@ def naive(predictor, tensors, references):
     for b in range(batch):
         for t in range(tokens):
             x = torch.cat([reference[b, h, t] for reference in references for h in range(heads)]).double()
-            if kind == "linear":
+            if kind == "bias":
+                y = biases[0]
+            elif kind == "linear":
                 y = mats[0] @ x + biases[0]
             elif kind == "low-rank":
                 y = mats[1] @ (mats[0] @ x) + biases[0]

@@ -7,6 +7,7 @@ row by row, and rows that are there are not measured again; --page writes the ta
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
-from tables import TABLES, Table, resolved
+from tables import TABLES, Row, Table, resolved
 
 import kvpass
 from kvpass import models
@@ -22,6 +23,7 @@ from kvpass.errors import NotSimulatedError
 from kvpass.eval import bits_at, quality, texts
 from kvpass.eval.quality import Quality
 from kvpass.runtime.simulated import Simulator
+from kvpass.schemes import SchemeConfig, get
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "papers.md"
@@ -38,7 +40,7 @@ def measure(name: str, table: Table, source: str, loaded: tuple, out: Path) -> d
     about = dict(table=name, model=model_name, text=source, prompt=table.prompt, scored=table.scored)
     model, reference = simulator.model, quality.reference_logits(simulator.model, ids, table.prompt)
     for row in map(resolved, table.rows):
-        if row.name in written["rows"]:
+        if measured(row, written["rows"]):
             continue
         scheme = calibrated(model, tokenizer, row.scheme) if row.scheme.needs_calibration else row.scheme
         found = scored(simulator, ids, table.prompt, reference, scheme, row.name)
@@ -74,6 +76,41 @@ def calibrated(model, tokenizer, scheme):
     return kvpass.calibrate(model, torch.cat(parts), scheme, progress=False)
 
 
+def measured(row: Row, rows: dict) -> bool:
+    """Whether ``rows`` has ``row``, for its scheme as it is defined now."""
+    return row.name in rows and describes(rows[row.name]["scheme"], row.scheme)
+
+
+def describes(text: str, scheme: SchemeConfig) -> bool:
+    """Whether ``text`` was written for ``scheme``. A field that has been added since must have its default."""
+    name, fields = parts(text)
+    known = {field.name: field for field in dataclasses.fields(scheme)}
+    if name != scheme.name or not fields.keys() <= known.keys():
+        return False
+    for field, default in ((field, getattr(get(name), field)) for field in known):
+        value = getattr(scheme, field)
+        if field not in fields:
+            same = value == default
+        else:
+            same = describes(fields[field], value) if isinstance(value, SchemeConfig) else fields[field] == str(value)
+        if not same:
+            return False
+    return True
+
+
+def parts(text: str) -> tuple[str, dict[str, str]]:
+    """The name and the fields, as text, of a scheme that was written as ``str(scheme)``."""
+    name, _, inside = text.removesuffix(")").partition("(")
+    found, depth = [""], 0
+    for character in inside:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += character
+    return name, {field: value for field, _, value in (one.strip().partition("=") for one in found if one.strip())}
+
+
 def quality_of(name: str, row: dict) -> Quality:
     """A written row as a `Quality`."""
     divergences, agreements, surprisals = (tuple(row[field]) for field in FIELDS)
@@ -101,6 +138,7 @@ def markdown(table: Table, rows: dict) -> str:
         f"| row | paper: {table.figure} | bits/value at 32k | KL | perplexity | top-1 |",
         "|---|--:|--:|--:|--:|--:|",
     ]
+    rows = {row.name: rows[row.name] for row in map(resolved, table.rows) if measured(row, rows)}
     for row in table.rows:
         if row.name not in rows:
             continue

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpass import Recent, Sinks
+from kvpass import HeavyHitter, LogSparseEviction, Recent, Sinks, SnapKV, StreamingLLM
 from kvpass.schemes import (
     AquaKVConfig,
     AsymKVConfig,
     GEARConfig,
     HIGGSConfig,
+    IdentityConfig,
     KIVIConfig,
     KVQuantConfig,
     QuaRotConfig,
@@ -103,6 +104,21 @@ _LOGQUANT = Table(
         Row("the same, 1 sink", KIVIConfig(group_size=64, retention=Sinks(1) + Recent(192, 64))),
     ],
 )
+_LOGQUANT_EVICTION = Table(
+    "LogQuant",
+    "table 2, Llama-3.1-8B-Instruct, at R = 128",
+    "L1 error of attention on GSM8K",
+    [
+        Row("LogQuant, 2 bits", get("logquant-192"), 432.50),
+        Row("KIVI, 2 bits", KIVIConfig(residual=192, group_size=64, **_values()), 556.10),
+        Row("LogQuant, eviction", IdentityConfig(retention=LogSparseEviction(64)), 1076.70),
+        Row("KIVI, eviction", IdentityConfig(retention=StreamingLLM(0, recent=192, exact=128, page_size=64)), 1612.56),
+        Row("KIVI, eviction, 1 sink", IdentityConfig(retention=StreamingLLM(1, recent=192, exact=128, page_size=64))),
+        Row("SnapKV", IdentityConfig(retention=SnapKV(160))),
+        Row("H2O", IdentityConfig(retention=HeavyHitter(96, recent=96))),
+    ],
+    lower=True,
+)
 _XQUANT = Table(
     "XQuant",
     "table 3, Mistral-7B-Instruct",
@@ -136,6 +152,26 @@ _ETA = Table(
         for first, second, figure in ((0.0, 0.0, 37.20), (0.0, 0.05, 40.32), (0.2, 0.0, 41.98), (0.2, 0.05, 44.20))
     ],
 )  # fmt: skip
+_GAMMA = [  # the middle of the paper's interval, or an end of it -> its figure
+    (0.75 / 6, 12.20), (5 / 24, 14.05), (3 / 8, 16.84), (5 / 8, 17.32), (19 / 24, 17.60), (5.5 / 6, 17.32),
+]  # fmt: skip
+_HALVES = dict(residual=128, weights=(0.5, 0.5))
+_MERGE = Table(
+    "XQuant",
+    "table 5, Mistral-7B-Instruct: how the codes of two layers are merged",
+    "MuSiQue",
+    [
+        Row("KIVI", KIVIConfig(residual=128, **_values()), 18.13),
+        Row("floor", XQuantConfig(rounding="floor", **_HALVES, **_values(value_page=8)), 16.79),
+        Row("ceiling", XQuantConfig(rounding="ceil", **_HALVES, **_values(value_page=8)), 16.36),
+        *(
+            Row(f"average, gamma {gamma:.3g}", XQuantConfig(
+                residual=128, weights=(gamma, 1 - gamma), **_values(value_page=8)), figure)
+            for gamma, figure in _GAMMA
+        ),
+        Row("groups of three, the first's codes", XQuantConfig(residual=128, group_layers=3, **_values(value_page=8))),
+    ],
+)  # fmt: skip
 _QAQ_PAPER = dict(sigma_s=0.02, sigma_x=0.05)
 _QAQ = Table(
     "QAQ",
@@ -153,6 +189,13 @@ _QAQ = Table(
     prompt=512,
     scored=48,
 )
+_ACROSS = dict(group_size=1024, across_heads=True)
+
+
+def _aqua(**fields: Any) -> AquaKVConfig:
+    return get("aqua-paper", **fields)
+
+
 _AQUA = Table(
     "AQUA-KV",
     "table 1, Llama 3.2 3B",
@@ -161,14 +204,31 @@ _AQUA = Table(
         Row("Quant, 2 bits", RTNConfig(bits=2, residual=128), 21.56),
         Row("KIVI, 2 bits, groups of 128", get("kivi-128", value_page=4), 9.33),
         Row("KVQuant, 2 bits, 1 %", KVQuantConfig(bits=2, share=0.01, residual=128), 9.43),
-        Row("QuaRot, 2 bits", QuaRotConfig(bits=2, residual=128), 44.68),
-        Row("HIGGS, 2 bits", HIGGSConfig(residual=128), 7.47),
-        Row("AQUA-KV (HIGGS)", "aqua-paper", 7.03),
-        Row("AQUA-KV, no sinks", AquaKVConfig(residual=128, predictor="linear", sinks=0), 7.15),
-        Row("AQUA-KV, keys only", AquaKVConfig(residual=128, predictor="linear", predicted="keys"), 7.06),
-        Row("AQUA-KV, values only", AquaKVConfig(residual=128, predictor="linear", predicted="values"), 7.50),
-        Row("AQUA-KV, after RoPE", AquaKVConfig(residual=128, predictor="linear", rope="post"), 7.05),
+        Row("QuaRot, 2 bits, g = 1024", QuaRotConfig(bits=2, residual=128, **_ACROSS), 44.68),
+        Row("HIGGS, 2 bits, g = 1024", HIGGSConfig(residual=128, **_ACROSS), 7.47),
+        Row("AQUA-KV, g = 1024", _aqua(), 7.03),
+        Row("AQUA-KV, g = 1024, no sinks", _aqua(sinks=0), 7.15),
+        Row("AQUA-KV, g = 1024, keys only", _aqua(predicted="keys"), 7.06),
+        Row("AQUA-KV, g = 1024, values only", _aqua(predicted="values"), 7.50),
+        Row("AQUA-KV, g = 1024, after RoPE", _aqua(rope="post"), 7.05),
+        Row("HIGGS, 2 bits", HIGGSConfig(residual=128)),
         Row("HIGGS, 2 bits, 4 sinks", HIGGSConfig(residual=128, sinks=4)),
+        Row("AQUA-KV (HIGGS)", AquaKVConfig(residual=128, predictor="linear")),
+    ],
+    lower=True,
+)
+_INPUTS = Table(
+    "AQUA-KV",
+    "appendix D, predictor inputs, Llama 3.2 3B",
+    "WikiText-2 perplexity",
+    [
+        Row("K to K, V and K to V", _aqua(), 7.03),
+        Row("without V predictor", _aqua(predicted="keys"), 7.06),
+        Row("without K predictor", _aqua(predicted="values"), 7.50),
+        Row("without K to V", _aqua(values_from="values"), 7.04),
+        Row("without V to V", _aqua(values_from="keys"), 7.04),
+        Row("only bias", _aqua(predictor="bias"), 7.24),
+        Row("fitted to original keys and values", _aqua(fit_on="original"), 7.13),
     ],
     lower=True,
 )
@@ -177,11 +237,14 @@ TABLES = {
     "squat": _SQUAT,
     "squat-lambda": _SQUAT_LAMBDA,
     "logquant": _LOGQUANT,
+    "logquant-eviction": _LOGQUANT_EVICTION,
     "xquant": _XQUANT,
     "xquant-asymkv": _ASYMKV,
     "xquant-eta": _ETA,
+    "xquant-merge": _MERGE,
     "qaq": _QAQ,
     "aqua": _AQUA,
+    "aqua-inputs": _INPUTS,
 }
 
 

@@ -262,12 +262,20 @@ class _Chain:
         own = [read(sequence, part.layer, 0)] if part.role else []
         return [read(sequence, part.previous_layer, part.role), *own]
 
+    def _inputs(self, sequence: int, part: _Part) -> list[Tensor]:
+        """The inputs that a part is fitted to. Those that the scheme leaves out are zeros, and so are their weights."""
+        references = self._references(sequence, part, self.config.fit_on == "original")
+        if part.role and self.config.values_from != "both":
+            unused = ("keys", "values").index(self.config.values_from)
+            references[unused] = torch.zeros_like(references[unused])
+        return references
+
     def _pairs(self, part: _Part) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows to predict from and rows to predict, for each sequence that is not held out."""
         for sequence in self.fitted_to:
             y = _rows([self._tokens(sequence, part.layer, part.role, part.spec)])
             if part.spec.transform.predictor:
-                yield _rows(self._references(sequence, part, self.config.fit_on == "original")), y
+                yield _rows(self._inputs(sequence, part)), y
             else:
                 yield y[:, :0], y
 

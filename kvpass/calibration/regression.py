@@ -111,6 +111,8 @@ def fit(
     if kind == "mlp":
         return [tensor.to(dtype) for tensor in _fit_mlp(batches, moments)]
     outputs = len(moments.y)
+    if kind == "bias":
+        return [(moments.y / moments.count).to(dtype)]
     weights = [linear(moments, ridge)]
     if kind == "low-rank":
         weights = list(low_rank(moments, ridge, min(rank or outputs // 2, outputs)))

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from transformers.utils import logging as transformers_logging
 
 from ..errors import KVPassError
-from . import bench, calibrate, demo, eval, explain, needle, recommend, ruler, tasks
+from . import bench, calibrate, demo, diagnose, eval, explain, needle, perplexity, recommend, ruler, tasks
 
 _COMMANDS = {
     "demo": demo,
     "eval": eval,
     "recommend": recommend,
+    "perplexity": perplexity,
     "tasks": tasks,
     "ruler": ruler,
+    "diagnose": diagnose,
     "needle": needle,
     "bench": bench,
     "calibrate": calibrate,

@@ -4,6 +4,7 @@ from typing import Any
 
 from ..versions import warn_renamed
 from . import (  # noqa: F401  (importing them registers their codecs)
+    across_heads,
     allocation,
     balance,
     boost,

@@ -121,6 +121,10 @@ class Codec:
     def check(self, spec: CodecSpec) -> None:
         """Raise `KVPassError` if the codec cannot store ``spec``. Called when the spec is created."""
 
+    def channels(self, head_dim: int) -> int:
+        """Number of channels of a token that are divided into groups: those of a head, or of all heads together."""
+        return head_dim
+
     def check_head(self, head_dim: int) -> None:
         """Raise `KVPassError` if the codec cannot store heads of this ``head_dim``."""
 

@@ -1,6 +1,6 @@
 """Quantizes tokens to pages and back: composes ``fit``, ``assign`` (with compensation) and ``pack`` for a spec."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,6 +185,14 @@ def replace_tokens(
     return codes, scale, zero_point
 
 
+_NEARLY = 1e-4  # of a whole number: a float32 average of equal codes is one
+_ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "nearest": torch.round,
+    "floor": lambda x: (x + _NEARLY).floor(),
+    "ceil": lambda x: (x - _NEARLY).ceil(),
+}
+
+
 def share_codes(
     existing: Tensor, x: Tensor, own: tuple[Tensor, Tensor, Tensor], spec: CodecSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,13 +202,14 @@ def share_codes(
     x: ``[B, H, N * P, D]``, this layer's tokens.
     own: the result of `quantize_pages` for ``x``.
 
-    Existing and own codes are averaged with weight ``spec.own_codes`` and rounded. With weight 0 and fit "lsq", the
-    scale and zero point are fitted to the existing codes.
+    Existing and own codes are averaged with weight ``spec.own_codes`` and rounded as ``spec.rounding`` says. With
+    weight 0 and fit "lsq", the scale and zero point are fitted to the existing codes.
     """
     if spec.own_codes:
         theirs, mine = unpack(existing, spec.bits).float(), unpack(own[0], spec.bits).float()
         average = theirs + spec.own_codes * (mine - theirs)
-        return pack(average.round().to(torch.uint8), spec.bits), *own[1:]
+        whole = _ROUNDED[spec.rounding](average).to(torch.uint8)
+        return pack(whole, spec.bits), *own[1:]
     if spec.quantizer.fit == "minmax":
         return existing, *own[1:]
     groups, dim = grouped(x.unflatten(-2, (-1, spec.page_size)), spec.quantizer)

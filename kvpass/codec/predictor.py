@@ -16,7 +16,7 @@ from ..errors import KVPassError
 from .affine import dequantize
 from .bitpack import byte_rows, unpack
 
-MATRICES = {"linear": 1, "low-rank": 2, "mlp": 2}
+MATRICES = {"bias": 0, "linear": 1, "low-rank": 2, "mlp": 2}
 """Number of weight matrices of each kind of predictor."""
 OF_FOUR_BITS = ("linear", "low-rank")
 """Kinds of predictors that are also available with 4-bit weights."""
@@ -59,6 +59,7 @@ def stored_shapes(predictor: str, inputs: int, outputs: int, rank: int | None) -
     kind, bits = parse_predictor(predictor)
     hidden = 2 * inputs if kind == "mlp" else min(rank or outputs // 2, outputs)
     matrices = [(outputs, inputs)] if kind == "linear" else [(hidden, inputs), (outputs, hidden)]
+    matrices = matrices[: MATRICES[kind]]
     stored = []
     for rows, columns in matrices:
         if bits == 4:
@@ -72,8 +73,10 @@ def stored_shapes(predictor: str, inputs: int, outputs: int, rank: int | None) -
 def run(kind: str, x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     """Apply a predictor of `MATRICES` to float32 rows ``[..., in]``: ``[..., out]``.
 
-    linear: ``x A^T + b``. low-rank: ``x A^T B^T + b``. mlp: ``gelu(norm(x) A^T + a) B^T + b``.
+    bias: ``b``. linear: ``x A^T + b``. low-rank: ``x A^T B^T + b``. mlp: ``gelu(norm(x) A^T + a) B^T + b``.
     """
+    if kind == "bias":
+        return biases[0].expand(*x.shape[:-1], -1)
     if kind == "linear":
         return F.linear(x, matrices[0], biases[0])
     if kind == "low-rank":

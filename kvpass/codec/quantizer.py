@@ -170,10 +170,12 @@ class Quantizer:
             self.codec.check_head(head_dim)
         if self.raw:
             return  # no groups
-        if self.per == "token" and head_dim % self.group_size:
+        channels = head_dim if self.codec is None else self.codec.channels(head_dim)
+        if self.per == "token" and channels % self.group_size:
+            what = f"head_dim={head_dim}" if channels == head_dim else f"the {channels} channels of all heads"
             raise KVPassError(
-                f"group_size={self.group_size} does not divide head_dim={head_dim}: per-token groups run along "
-                f"channels. Use a divisor of {head_dim}."
+                f"group_size={self.group_size} does not divide {what}: per-token groups run along channels. Use a "
+                f"divisor of {channels}."
             )
         if self.subspace is not None and head_dim % self.subspace.block_size:
             raise KVPassError(f"block_size={self.subspace.block_size} does not divide head_dim={head_dim}.")

@@ -4,10 +4,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ..errors import KVPassError
 from ..fields import check_types, fields_alone, hash_once
+from ..layout.eviction import OBSERVED
 from ..layout.retention import Retention
 from .bitpack import byte_rows, smallest_page
 from .codec import CODECS, Codec, codec_from, described
@@ -27,12 +28,14 @@ class CodecSpec:
     own_codes: for layers that share codes (XQuant): the weight of this layer's codes against the codes already in the
         pool. 1 stores this layer's codes. 0 reuses the other layer's codes and stores only this layer's scale and zero
         point. Values in between average the two.
+    rounding: how averaged codes become integers again.
     """
 
     quantizer: Quantizer
     retention: Retention
     transform: Transform = AS_THEY_ARE
     own_codes: float = 1.0
+    rounding: Literal["nearest", "floor", "ceil"] = "nearest"
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -157,7 +160,7 @@ class CodecSpec:
         """The attention-mass statistic that ``kvpass::attend`` must return per token; "" if storage needs none."""
         if self.quantizer.adaptive is not None:
             return f"max-{self.quantizer.adaptive.rows}"
-        return "sum" if self.retention.evict == "attention" else ""
+        return {"attention": "sum", "observed": f"sum-{OBSERVED}"}.get(self.retention.evict, "")
 
     @cached_property
     def features(self) -> frozenset[str]:
@@ -172,7 +175,7 @@ class CodecSpec:
     def stored_as(self) -> "CodecSpec":
         """The parts of the spec that reading depends on. Fields that only affect quantization are reset to defaults."""
         return replace(
-            _at_defaults(self, "own_codes"),
+            _at_defaults(self, "own_codes", "rounding"),
             quantizer=_at_defaults(self.quantizer, "fit", "eta", "subspace"),
             retention=_at_defaults(self.retention, "budget", "evict", "shared", "span"),
         )
@@ -218,4 +221,4 @@ def parse(text: str) -> CodecSpec:
     for name, cls in (("subspace", Subspace), ("adaptive", Adaptive)):
         quantizer[name] = cls(**quantizer[name]) if quantizer[name] else None
     parts = Quantizer(**quantizer), Retention(**spec["retention"]), Transform(**spec["transform"])
-    return CodecSpec(*parts, spec["own_codes"])
+    return CodecSpec(*parts, own_codes=spec["own_codes"], rounding=spec["rounding"])

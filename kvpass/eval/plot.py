@@ -1,4 +1,4 @@
-"""Plot quality against bits."""
+"""Plot quality against bits, and figures by layer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,3 +139,23 @@ def _obstacles(panel: Any, rows: Sequence[Point]) -> list[tuple[float, float]]:
 def _below(row: Point) -> float:
     """The lower half of an interval; one that reaches 0 would have no end on a logarithmic axis."""
     return min(row.error, 0.9 * row.kl)
+
+
+def lines(series: Mapping[str, Sequence[float | None]], path: Path, title: str, ylabel: str) -> None:
+    """Plot one line per name over layers, to an SVG or PNG file. None leaves a layer out. Raises `KVPassError` without
+    matplotlib."""
+    check_plot(path)
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    with matplotlib.rc_context({"svg.hashsalt": "kvpass", "svg.fonttype": "none", "font.size": 9}):
+        figure, panel = pyplot.subplots(figsize=(5.5, 3.5), layout="constrained")
+        for name, values in series.items():
+            panel.plot([float("nan") if value is None else value for value in values], "o-", ms=3, lw=0.8, label=name)
+        panel.set(title=title, xlabel="layer", ylabel=ylabel)
+        panel.grid(lw=0.3)
+        panel.legend()
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        pyplot.close(figure)

@@ -147,3 +147,8 @@ def tokens(tokenizer: PreTrainedTokenizerBase, source: str, count: int) -> Tenso
             f"The text {source!r} has {len(ids)} tokens, but {count} are needed: ask for fewer, or pass a longer file."
         )
     return torch.tensor([ids[:count]])
+
+
+def whole(tokenizer: PreTrainedTokenizerBase, source: str) -> Tensor:
+    """All tokens of a text, ``[1, N]`` int64."""
+    return torch.tensor([tokenizer(read(source), verbose=False)["input_ids"]])

@@ -1,5 +1,6 @@
 """Which tokens are exact, which are packed, and which stay at all: written as ``Recent(128)``,
-``Sinks(4) + Recent(128)``, ``LogSparse(32)``, ``HeavyHitter(256, recent=128)`` or ``StreamingLLM(4, recent=1020)``."""
+``Sinks(4) + Recent(128)``, ``LogSparse(32)``, ``HeavyHitter(256, recent=128)``, ``SnapKV(1024)``,
+``StreamingLLM(4, recent=1020)`` or ``LogSparseEviction(64)``."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Retention:
         ``page_size``).
     budget: maximum number of packed tokens, a multiple of ``page_size``; None keeps all. Tokens beyond it are evicted
         `rollback` tokens after their page was due.
-    evict: which tokens are evicted first: those with the lowest "attention" scores so far, or the oldest ("age").
+    evict: which tokens are evicted first: those with the lowest "attention" scores so far; those with the lowest
+        scores by the "observed" queries, the last of each call, pooled over neighbours (`layout.eviction`); the oldest
+        ("age"); or every second one whenever a page leaves the window ("log").
     shared: all heads and layers evict the same tokens, by the scores of all; otherwise each KV head has its own.
     span: in a layer with a sliding window, how many tokens a query sees, itself included; None for all. Whole pages
         behind the window are freed, `rollback` tokens late.
@@ -39,7 +42,7 @@ class Retention:
     sinks: int = 0
     keep: Literal["recent", "log"] = "recent"
     budget: int | None = None
-    evict: Literal["attention", "age"] = "attention"
+    evict: Literal["attention", "observed", "age", "log"] = "attention"
     shared: bool = False
     span: int | None = None
     rollback: int = field(default=_ROLLBACK, repr=False)
@@ -76,6 +79,11 @@ class Retention:
             raise KVPassError(
                 f"budget={budget} must be a multiple of page_size={self.page_size}, and rollback={self.rollback} at "
                 "most page_size: tokens are evicted a page at a time."
+            )
+        if self.evict == "log" and not budget == self.page_size == self.residual:
+            raise KVPassError(
+                f"Log-sparse eviction keeps W of 2W tokens behind W newest ones: budget={budget}, page_size="
+                f"{self.page_size} and residual={self.residual} must be equal."
             )
         if self.keep != "recent":
             raise KVPassError("Log-sparse windows and eviction are alternative retention policies: use one of them.")
@@ -170,6 +178,13 @@ def HeavyHitter(budget: int, recent: int, page_size: int = 32, shared: bool = Fa
     return Retention(recent + page_size, page_size, budget=budget, shared=shared, rollback=rollback)
 
 
+def SnapKV(budget: int, recent: int = 32, page_size: int = 32, shared: bool = False) -> Retention:
+    """SnapKV (arXiv 2404.14469): of a prompt, keep the ``recent`` newest tokens, exact, and the ``budget`` others with
+    the most attention from the last 32 queries, after a maximum over 7 neighbours. What decoding adds is evicted down
+    to the same budget, where the paper keeps all of it; its queries add to the scores."""
+    return replace(HeavyHitter(budget, recent, page_size, shared), evict="observed")
+
+
 def StreamingLLM(sinks: int, recent: int, exact: int = 32, page_size: int = 32) -> Retention:
     """StreamingLLM (arXiv 2309.17453): keep the first ``sinks`` and the ``recent`` newest tokens; the last ``exact`` of
     those are not packed. The rest is evicted, ``page_size`` tokens at a time."""
@@ -181,8 +196,19 @@ def StreamingLLM(sinks: int, recent: int, exact: int = 32, page_size: int = 32) 
     return Retention(window, page_size, sinks, budget=budget, evict="age", shared=True, rollback=rollback)
 
 
+def LogSparseEviction(window: int) -> Retention:
+    """LogQuant's choice of tokens with eviction instead of quantization (its table 2): of 3W tokens, every second one
+    of the older 2W is evicted, so between 2W and 3W - 1 tokens stay, and up to `rollback` more. The newest W are
+    exact."""
+    check_integer("window", window, 1)
+    rollback = min(_ROLLBACK, window)
+    return Retention(2 * window, window, budget=window, evict="log", shared=True, rollback=rollback)
+
+
 POLICIES = {
     "h2o": HeavyHitter(256, recent=224),
+    "snapkv": SnapKV(448),
     "streaming-llm": StreamingLLM(4, recent=480),
+    "log-sparse": LogSparseEviction(192),
 }
-"""Policies by name, for ``scheme="kivi+h2o"``. Both keep about 500 tokens."""
+"""Policies by name, for ``scheme="kivi+h2o"``. Each keeps about 500 tokens."""

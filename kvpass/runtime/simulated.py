@@ -7,7 +7,8 @@ otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,35 @@ from .runtime import Runtime
 _CHUNK = 256  # queries per chunk: scores are [B, H_q, 256, T]
 
 
+class Observer:
+    """Sees every simulated attention, layer by layer, within `observed`."""
+
+    def layer(self, q: Tensor, k: Tensor, v: Tensor, keys: KVState, values: KVState, prompt: int) -> None:
+        """Called before the attention of a layer. Shapes are those of `simulate`; ``keys`` and ``values`` have stored
+        all tokens."""
+
+    def queries(self, first: int, exact: Tensor, weights: Tensor, out: Tensor, wanted: Tensor, packed: Tensor) -> None:
+        """Called for the queries of a layer from ``first`` on, some at a time.
+
+        exact, weights: attention weights over exact keys, and as simulated, ``[B, H_q, S, T]``.
+        out, wanted: attention output as simulated, and with exact keys and values, ``[B, H_q, S, D]``.
+        packed: ``[S, T]`` bool, the keys that are read from a page.
+        """
+
+
+_OBSERVERS: list[Observer] = []
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """A context in which ``observer`` sees every simulated attention of this process."""
+    _OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        _OBSERVERS.remove(observer)
+
+
 @torch.library.custom_op("kvpass::simulate", mutates_args=())
 def simulate(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float, sinks: Tensor | None,
@@ -65,6 +95,8 @@ def simulate(
     k_stored, v_stored = keys.dequantize(tokens), values.dequantize(tokens)
     if rotary is not None and not page_rope:
         k_stored = rotate(k_stored, *rotary)
+    for observer in _OBSERVERS:
+        observer.layer(q, k, v, keys, values, prompt)
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v, k_stored, v_stored = (x.repeat_interleave(repeats, 1).to(dtype) for x in (k, v, k_stored, v_stored))
     k_packed, v_packed = (_packed(spec, tokens, prompt).to(q.device) for spec in specs)
@@ -77,6 +109,10 @@ def simulate(
         allowed = causal[part, seen] if mask is None else mask[..., part, seen]
         weights = attention_weights(scores, allowed, softcap, sinks)[..., :stop]
         chunks.append(_sum(weights, v[:, :, seen], v_stored[:, :, seen], v_packed[part, seen]))
+        for observer in _OBSERVERS:
+            plain = q[:, :, part].to(dtype) * scale @ k[:, :, seen].mT
+            exact = attention_weights(plain, allowed, softcap, sinks)[..., :stop]
+            observer.queries(start, exact, weights, chunks[-1], exact @ v[:, :, seen], k_packed[part, seen])
     return torch.cat(chunks, 2).to(q.dtype)
 
 

@@ -35,7 +35,7 @@ def _resolved(field: str, scheme: SchemeConfig | str | dict[str, Any]) -> Scheme
 
 
 @register_scheme(
-    aqua_paper=dict(residual=128, predictor="linear"),
+    aqua_paper=dict(residual=128, predictor="linear", backbone=HIGGSConfig(group_size=1024, across_heads=True)),
     aqua_3=dict(backbone=HIGGSConfig(grid="d2n64")),
     aqua_4=dict(backbone=HIGGSConfig(grid="d2n256")),
     aqua_kivi=dict(backbone=KIVIConfig()),
@@ -45,14 +45,18 @@ def _resolved(field: str, scheme: SchemeConfig | str | dict[str, Any]) -> Scheme
 @dataclass(frozen=True, kw_only=True)
 class AquaKVConfig(StorageConfig):
     """Keys and values leave the window together, so both windows hold between 0 and ``residual - 1`` tokens. 4-bit
-    weights and a short window serve short contexts best; "aqua-paper" has the paper's settings.
+    weights and a short window serve short contexts best; "aqua-paper" has the paper's settings, with groups of 1,024
+    channels, or all of a token if there are fewer.
 
     backbone: any scheme that does not share quantized values between layers; its own window and sinks are ignored.
     first_layer: the scheme of the first layer, which has none below. "auto" is HIGGS at 4 bits, centred or not, or full
         precision, whichever serves the layers above best according to the calibration.
-    predictor: "linear", "low-rank" or "mlp" with 16-bit weights, "linear-4" or "low-rank-4" with 4-bit weights.
+    predictor: "linear", "low-rank" or "mlp" with 16-bit weights, "linear-4" or "low-rank-4" with 4-bit weights; "bias"
+        is a mean of the model alone.
     rank: rank of "low-rank"; None is half the width of a layer's keys.
     predicted: which of keys and values are predicted; the others go to the backbone directly.
+    values_from: what values are predicted from: this layer's "keys", the "values" of the layer below, or "both". The
+        weights of the other input are stored as zeros. "mlp" takes both.
     fit_on: fit predictors to the dequantized keys and values of the layer below ("reconstructed", as in the paper), or
         to the "original" ones, which suits any backbone.
     ridge: added to the diagonal of the normal equations, relative to its mean.
@@ -69,6 +73,7 @@ class AquaKVConfig(StorageConfig):
     predictor: str = "linear-4"
     rank: int | None = None
     predicted: Literal["both", "keys", "values"] = "both"
+    values_from: Literal["both", "keys", "values"] = "both"
     fit_on: Literal["reconstructed", "original"] = "reconstructed"
     ridge: float = 1e-3
 
@@ -77,7 +82,8 @@ class AquaKVConfig(StorageConfig):
         object.__setattr__(self, "backbone", _resolved("backbone", self.backbone))
         if self.first_layer != "auto":
             object.__setattr__(self, "first_layer", _resolved("first_layer", self.first_layer))
-        parse_predictor(self.predictor)
+        if parse_predictor(self.predictor)[0] == "mlp" and self.values_from != "both":
+            raise KVPassError("predictor='mlp' normalizes all of its inputs together: use values_from='both'.")
         if self.rank is not None:
             check_integers(self, rank=1)
         if self.value_page is not None:
@@ -109,11 +115,17 @@ class AquaKVConfig(StorageConfig):
     @property
     def first(self) -> SchemeConfig:
         """The scheme of the first layer before anything is measured."""
-        return HIGGSConfig(grid="d2n256", center=True) if self.first_layer == "auto" else get(self.first_layer)
+        return self._of_four_bits(center=True) if self.first_layer == "auto" else get(self.first_layer)
+
+    def _of_four_bits(self, center: bool) -> HIGGSConfig:
+        """HIGGS at 4 bits, with the groups of the backbone if that is HIGGS."""
+        backbone = get(self.backbone)
+        plain = backbone if isinstance(backbone, HIGGSConfig) else HIGGSConfig()
+        return HIGGSConfig(grid="d2n256", center=center, group_size=plain.group_size, across_heads=plain.across_heads)
 
     @property
     def first_layer_choices(self) -> list[SchemeConfig]:
         """The schemes that calibration chooses from for the first layer: cheapest first, lossless last."""
         if self.first_layer != "auto":
             return [self.first]
-        return [*(HIGGSConfig(grid="d2n256", center=center) for center in (False, True)), IdentityConfig()]
+        return [*(self._of_four_bits(center) for center in (False, True)), IdentityConfig()]

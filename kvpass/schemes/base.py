@@ -14,6 +14,14 @@ from ..fields import check_types, shown
 from ..layout.retention import POLICIES, Retention
 from .geometry import LayerGeometry
 
+_EVICTED_BY = {
+    "attention": "attention",
+    "observed": "attention of the last queries",
+    "age": "age",
+    "log": "log-sparse age",
+}
+"""How `Retention.evict` is described."""
+
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -118,7 +126,7 @@ class LayerPlan:
         sparse = ", log-sparse" if retention.keep == "log" else ""
         if self.evicts:
             of = "for all layers" if retention.shared else "per head"
-            sparse = f", the {retention.budget} others by {retention.evict} {of}"
+            sparse = f", the {retention.budget} others by {_EVICTED_BY[retention.evict]} {of}"
         if retention.span is not None:
             sparse = f", in a window of {retention.span}"
         extra = f", rank-{subspace.rank} subspace" if subspace else ""

@@ -5,9 +5,10 @@ A layer that shares has scales, zero points and exact tokens of its own, and deq
 group's dominant layer. AsymKV is the same without sharing.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..fields import check_integers
 from .base import LayerPlan, register_scheme, retire_preset
@@ -74,8 +75,10 @@ class XQuantConfig(_LayeredConfig):
     km, vm: index of the first layer from which groups share quantized keys (values).
     group_layers: number of layers in a group (G), counted from layer 0.
     dominant: index within the group of the layer whose quantized values are stored.
-    weights: weights (gamma) of the two layers of a group, instead of a dominant one: their quantized values are
-        averaged and rounded.
+    weights: weights (gamma) of the layers of a group, instead of a dominant one: their quantized values are averaged
+        and rounded. In groups of more than two, each layer in turn joins the average so far, which is rounded each
+        time.
+    rounding: how averages are rounded: to the "nearest" integer, "floor" or "ceil".
     """
 
     name = "xquant"
@@ -89,7 +92,8 @@ class XQuantConfig(_LayeredConfig):
     eta_2: float = 0.045
     group_layers: int = 2
     dominant: int = 0
-    weights: tuple[float, float] | None = None
+    weights: tuple[float, ...] | None = None
+    rounding: Literal["nearest", "floor", "ceil"] = "nearest"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,17 +102,22 @@ class XQuantConfig(_LayeredConfig):
             raise KVPassError(f"dominant={self.dominant} is out of range for group_layers={self.group_layers}.")
         if self.fit != "minmax" and (self.dominant or self.weights is not None):
             raise KVPassError(f"fit={self.fit!r} fits groups one by one: with it, use dominant=0 and no weights.")
-        if self.weights is not None and (self.group_layers != 2 or self.dominant or abs(sum(self.weights) - 1) > 1e-6):
-            raise KVPassError(
-                f"weights={self.weights} must be two numbers that sum to 1, with group_layers=2 and dominant=0."
-            )
+        if self.weights is not None:
+            fits = len(self.weights) == self.group_layers and min(self.weights) >= 0 < self.weights[0]
+            if not fits or self.dominant or abs(sum(self.weights) - 1) > 1e-6:
+                raise KVPassError(
+                    f"weights={self.weights} must be group_layers={self.group_layers} numbers of at least 0 that sum "
+                    "to 1, the first above 0, with dominant=0."
+                )
+        elif self.rounding != "nearest":
+            raise KVPassError(f"rounding={self.rounding!r} rounds averages: give the weights of the layers of a group.")
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         key, value = self._coding(layer, self.kq), self._coding(layer, self.vq)
         k_source, v_source = (self._source(layer, self._scaled(first, layer)) for first in (self.km, self.vm))
         return LayerPlan(
-            self.key(**key, own_codes=self._own_codes(k_source)),
-            self.value(**value, own_codes=self._own_codes(v_source)),
+            self._shared(self.key(**key), k_source, layer.index),
+            self._shared(self.value(**value), v_source, layer.index),
             k_source,
             v_source,
         ).checked(layer)
@@ -120,10 +129,15 @@ class XQuantConfig(_LayeredConfig):
         shares = layer.index >= first and first <= source < layer.num_layers and source != layer.index
         return source if shares else None
 
-    def _own_codes(self, source: int | None) -> float:
+    def _shared(self, spec: CodecSpec, source: int | None, layer: int) -> CodecSpec:
+        """``spec`` for a ``layer`` that reads the quantized values of ``source``."""
         if source is None:
-            return 1.0
-        return self.weights[1] if self.weights is not None else 0.0
+            return spec
+        if self.weights is None:
+            return replace(spec, own_codes=0.0)
+        place = layer - source
+        own = self.weights[place] / sum(self.weights[: place + 1])
+        return replace(spec, own_codes=own, rounding=self.rounding)
 
 
 _TABLE_9 = {

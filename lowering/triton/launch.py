@@ -20,7 +20,7 @@ from kvpass.errors import KVPassError
 from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device
 
-from ..call_types import AttendCall
+from ..call_types import AttendCall, parse_statistic
 from ..fit_sequence import not_padding
 from ..reference import with_past, with_starts
 from ..table import FEW, DispatchKey, implements, refuses_shapes
@@ -228,6 +228,7 @@ class _Launch:
     def attention_mass(self, lse: Tensor) -> Tensor:
         """The attention mass of each token, ``[B, H_kv, n + S]`` float32, given the log-sum-exp ``lse`` of query
         rows."""
+        largest = parse_statistic(self.call.statistic)[0] == "max"
         config, K, stop, key = self.config, self.layouts[0], self.call.n + self.queries, self.key.tensors
         k_rows, _ = self.packed_rows
         mass = lse.new_empty((self.batch, self.groups, stop))
@@ -236,8 +237,8 @@ class _Launch:
             sum_attention[tiles * self.batch * self.groups,](
                 self.q, *key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]), *self.boosted,
                 *self.rotary_tables, self.mask, lse, mass, self.call.n, self.queries, self.call.scale, k_rows, tiles,
-                key[0].stride(1), key[1].stride(1), *self.strides, self.call.statistic != "sum", self.rules, K,
-                config.rows, config.exact, num_warps=MASS_WARPS, maxnreg=config.registers, enable_fp_fusion=True,
+                key[0].stride(1), key[1].stride(1), *self.strides, largest, self.rules, K, config.rows, config.exact,
+                num_warps=MASS_WARPS, maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
         return mass
 
@@ -247,8 +248,8 @@ def _count(lse: Tensor, mask: Tensor | None, statistic: str) -> None:
     batch, _, queries = lse.shape
     if mask is not None:
         lse.masked_fill_(~not_padding(mask, batch, queries)[:, None], torch.inf)
-    if statistic != "sum":
-        lse[..., : max(0, queries - int(statistic.removeprefix("max-")))] = torch.inf
+    _, last = parse_statistic(statistic)
+    lse[..., : max(0, queries - (last or queries))] = torch.inf
 
 
 @implements("attend", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
