@@ -359,7 +359,7 @@ def test_unsupported_configs_and_non_finite_tokens_are_refused():
         state.append(x, 0, randn(1, 1, 4, 64, HEAD))
     with pytest.raises(KVPassError, match="fitted to the prompt's queries"):
         state.append(x, 0)
-    with pytest.raises(KVPassError, match="16 does not divide head_dim=24"):
+    with pytest.raises(KVPassError, match="head_dim=24 is not a multiple of 16"):
         get("waterfill").plan(LayerGeometry(0, 1, 2, 24, torch.float32, torch.device("cpu")))
     with pytest.raises(KVPassError, match="at most 48 pairs"):
         WaterfillConfig(key_fields=(49, 0))

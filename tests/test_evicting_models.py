@@ -54,6 +54,7 @@ def test_the_compiled_step_is_the_eager_one(name, padded):
             )
 
 
+@pytest.mark.slow_cases("post")
 @pytest.mark.parametrize("rope", ["post", "pre"])
 def test_positions_stay_right_after_eviction(rope):
     """Sinks and recent tokens alone give the results of the untouched model with a mask that hides the other tokens."""
@@ -221,7 +222,7 @@ def test_bits_fall_as_tokens_are_evicted():
 def test_unsupported_combinations_are_refused_with_the_reason():
     for scheme, why in {
         "logquant+h2o": "is defined by its retention policy",
-        "kivi+nothing": "Known policies: h2o, streaming-llm",
+        "kivi+nothing": "Known policies: h2o, snapkv, streaming-llm, log-sparse",
         "nothing+h2o": "Unknown scheme",
     }.items():
         with pytest.raises(KVPassError, match=why):

@@ -82,6 +82,7 @@ def test_logits_are_those_of_the_untouched_model_whatever_is_rejected(model, req
         torch.testing.assert_close(ours.indexer_keys, theirs.indexer_keys, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_one_graph_attends_to_the_latent_with_the_selection_as_a_mask(reference_lowering):
     model, calls = deepseek(layers=3), [(30, 0), *[(1, 0)] * 12]
     expected, _ = called(model, calls)

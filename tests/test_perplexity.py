@@ -47,6 +47,7 @@ def test_full_precision_is_the_mean_of_all_tokens_and_a_scheme_that_of_decoding(
     assert found["kivi"].ratio(found["full"])[0] != pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_schemes_that_take_many_passes_are_decoded():
     same = dict(residual=16, group_size=16, depth=None)
     schemes = {"xquant": XQuantConfig(**same, kq=2, vq=2, km=0, vm=0), "asymkv": AsymKVConfig(**same, l_k=2, l_v=2)}
@@ -54,6 +55,7 @@ def test_schemes_that_take_many_passes_are_decoded():
     assert found["xquant"].counts == (39, 30) and found["xquant"].value != found["asymkv"].value
 
 
+@pytest.mark.slow
 def test_a_run_continues_from_its_file_and_refuses_those_of_others(tmp_path, monkeypatch):
     from kvpass.eval import text_windows as module
 

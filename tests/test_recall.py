@@ -104,7 +104,7 @@ def other_module(model):
     model.model.layers[1].mlp.act_fn = nn.ReLU()
 
 
-@pytest.mark.slow_cases("other_storage")
+@pytest.mark.slow_cases("other_storage", "other_parameter")
 @pytest.mark.parametrize("change", [other_parameter, other_storage, other_module])
 def test_another_weight_or_module_is_noticed(change):
     def between(model, call):

@@ -99,6 +99,7 @@ def test_a_replayed_step_equals_the_step(scheme, reruns):
     assert "replayed as one CUDA graph" in str(report)
 
 
+@pytest.mark.slow_cases("no_grad")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_step_is_captured_when_it_runs_again_and_nothing_is_compiled_then(mode, reruns):
     """In inference mode clones are inference tensors, for which Dynamo compiles again; `Rerun` checks that."""

@@ -256,6 +256,7 @@ def test_a_forward_that_breaks_is_refused_and_nothing_is_stored():
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.slow
 def test_a_prompt_of_one_token_is_rotated_from_the_second_on():
     plain, model = llama(), kvpass.apply(llama(), scheme=IDENTITY, lowering="eager")
     inputs = dict(input_ids=tokens(1, 1), do_sample=False, max_new_tokens=40)

@@ -122,6 +122,7 @@ def test_a_deleted_folder_is_a_one_line_error_and_the_call_can_be_repeated(folde
     assert [graph.name for graph in folder.iterdir()] == ["graph-000"]
 
 
+@pytest.mark.slow
 def test_explain_keeps_the_stages_of_graphs_to_come():
     model = captured()
     feed(model, 40)

@@ -212,6 +212,7 @@ def test_a_models_steps_are_those_of_the_untouched_model(model):
     assert kvpass.explain(model).fused == 2
 
 
+@pytest.mark.slow_cases("Granite*", "TrOCR", "XGLM")
 def test_the_default_scheme_serves_the_model(model, recwarn):
     kvpass.apply(model)
     with torch.no_grad():

@@ -62,7 +62,7 @@ def run(model, kind):
     return torch.stack(out.logits, 1), out.past_key_values
 
 
-@pytest.mark.slow_cases("G[LPR]*", "Gemma [23]*", "[!BGT]*", "BLOOM*", "Granite*")
+@pytest.mark.slow_cases("G[LPR]*", "Gemma [23]*", "[!BGT]*", "BLOOM*", "Granite*", "T5*")
 @pytest.mark.nightly_cases("Cohere 2-*", "Llama-eager-static")
 @pytest.mark.zoo
 def test_zoo(cell, record_property, pytestconfig):
