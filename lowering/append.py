@@ -202,9 +202,8 @@ def append_layers(quantize: Callable, call: AppendLayersCall, write: Callable = 
     retention = spec.retention
     first, last = retention.pages(n), retention.pages(n + xs[0].shape[2])
     at_first = bool(spec.codec.sequence(spec)) and (n == 0 or first == 0 < last)
-    if at_first or (
-        of_model(spec) and (n == 0 or last > first)
-    ):  # with calibrated bit widths, page sizes vary by layer
+    pages_differ = bool(of_model(spec)) and (n == 0 or last > first)  # calibrated bit widths: page sizes vary by layer
+    if at_first or pages_differ:
         for pack, x, q in zip(packs, xs, qs or [None] * len(xs), strict=True):
             append(quantize, AppendCall(pack, n, x, spec, length, q, mask), write)
         return

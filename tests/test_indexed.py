@@ -10,7 +10,7 @@ from kvpass.cache.indexed import IndexedLayer
 from kvpass.eval import bits_at
 from kvpass.schemes import IdentityConfig
 
-from tiny import VOCABULARY, called, llama, tokens
+from tiny import VOCABULARY, called, check_rows_are_selected, check_saved_loaded_and_reset, left_padded, llama, tokens
 
 transformers = pytest.importorskip("transformers", "5.24", reason="earlier versions have other indexers")
 
@@ -28,12 +28,6 @@ def deepseek(layers=2):
         max_position_embeddings=512, bos_token_id=1, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     return transformers.DeepseekV32ForCausalLM(config).eval()
-
-
-def left_padded():
-    mask = torch.ones(2, 40, dtype=torch.long)
-    mask[0, :7] = 0
-    return dict(input_ids=tokens(2, 40) * mask, attention_mask=mask)
 
 
 MODES = {
@@ -124,25 +118,11 @@ def test_the_default_scheme_packs_the_latent(model):
 
 
 def test_everything_is_saved_loaded_and_reset_together(applied, tmp_path):
-    _, cache = called(applied, [(50, 0), (1, 0)])
-    loaded = kvpass.load_cache(kvpass.save_cache(cache, tmp_path / "cache.safetensors"), applied)
-    with torch.no_grad():
-        for count in (1, 5, 1):
-            rows = [applied(input_ids=tokens(2, count), past_key_values=one).logits for one in (cache, loaded)]
-            assert torch.equal(*rows)
-        cache.reset()
-        expected = applied(input_ids=tokens(3, 9), past_key_values=DynamicCache(config=applied.config)).logits
-        assert torch.equal(applied(input_ids=tokens(3, 9), past_key_values=cache).logits, expected)
+    check_saved_loaded_and_reset(applied, tmp_path)
 
 
 def test_rows_are_selected_together(applied):
-    expected, _ = called(applied, [(20, 0), (1, 0)])
-    cache, ids = DynamicCache(config=applied.config), tokens(2, 21, seed=3)
-    with torch.no_grad():
-        applied(input_ids=ids[:, :20], past_key_values=cache)
-        cache.reorder_cache(torch.tensor([1, 1, 0]))
-        found = applied(input_ids=ids[[1, 1, 0], 20:], past_key_values=cache).logits
-    torch.testing.assert_close(found, expected[1][[1, 1, 0]], atol=1e-5, rtol=0)
+    check_rows_are_selected(applied, atol=1e-5)
 
 
 def test_a_failed_call_leaves_the_indexer_as_it_was(applied):

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, FalconH1Config, FalconH1ForCausalLM
+from transformers import FalconH1Config, FalconH1ForCausalLM
 
 import kvpass
 from kvpass import KVPassError
 from kvpass.schemes import IdentityConfig
 
-from tiny import VOCABULARY, called, tokens
+from tiny import VOCABULARY, called, check_rows_are_selected, check_saved_loaded_and_reset, left_padded, tokens
 
 LOSSLESS = IdentityConfig(residual=8)
 
@@ -22,12 +22,6 @@ def falcon_h1():
         bos_token_id=1,
     )  # fmt: skip
     return FalconH1ForCausalLM(config).eval()
-
-
-def left_padded():
-    mask = torch.ones(2, 40, dtype=torch.long)
-    mask[0, :7] = 0
-    return dict(input_ids=tokens(2, 40) * mask, attention_mask=mask)
 
 
 MODES = {
@@ -77,25 +71,11 @@ def test_a_step_is_captured_with_the_state_in_it(reference_lowering):
 
 
 def test_keys_and_state_are_saved_loaded_and_reset_together(applied, tmp_path):
-    _, cache = called(applied, [(50, 0), (1, 0)])
-    loaded = kvpass.load_cache(kvpass.save_cache(cache, tmp_path / "cache.safetensors"), applied)
-    with torch.no_grad():
-        for count in (1, 5, 1):
-            rows = [applied(input_ids=tokens(2, count), past_key_values=one).logits for one in (cache, loaded)]
-            assert torch.equal(*rows)
-        cache.reset()
-        expected = applied(input_ids=tokens(3, 9), past_key_values=DynamicCache(config=applied.config)).logits
-        assert torch.equal(applied(input_ids=tokens(3, 9), past_key_values=cache).logits, expected)
+    check_saved_loaded_and_reset(applied, tmp_path)
 
 
 def test_rows_of_keys_and_state_are_selected_together(applied):
-    expected, _ = called(applied, [(20, 0), (1, 0)])
-    cache, ids = DynamicCache(config=applied.config), tokens(2, 21, seed=3)
-    with torch.no_grad():
-        applied(input_ids=ids[:, :20], past_key_values=cache)
-        cache.reorder_cache(torch.tensor([1, 1, 0]))
-        found = applied(input_ids=ids[[1, 1, 0], 20:], past_key_values=cache).logits
-    torch.testing.assert_close(found, expected[1][[1, 1, 0]], atol=1e-6, rtol=0)
+    check_rows_are_selected(applied, atol=1e-6)
 
 
 def test_a_recurrent_state_is_not_cropped_and_the_cache_stays_as_it_was(applied):

@@ -73,6 +73,37 @@ def called(model, calls, batch: int = 2):
     return logits, cache
 
 
+def left_padded():
+    """Two prompts, one of which begins with padding, as arguments of a model."""
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :7] = 0
+    return dict(input_ids=tokens(2, 40) * mask, attention_mask=mask)
+
+
+def check_saved_loaded_and_reset(model, folder):
+    """Check that a cache of ``model`` continues alike once it is saved and loaded, and is as new after a reset."""
+    _, cache = called(model, [(50, 0), (1, 0)])
+    loaded = kvpass.load_cache(kvpass.save_cache(cache, folder / "cache.safetensors"), model)
+    with torch.no_grad():
+        for count in (1, 5, 1):
+            rows = [model(input_ids=tokens(2, count), past_key_values=one).logits for one in (cache, loaded)]
+            assert torch.equal(*rows)
+        cache.reset()
+        expected = model(input_ids=tokens(3, 9), past_key_values=DynamicCache(config=model.config)).logits
+        assert torch.equal(model(input_ids=tokens(3, 9), past_key_values=cache).logits, expected)
+
+
+def check_rows_are_selected(model, atol):
+    """Check that everything a cache of ``model`` keeps follows a selection of rows."""
+    expected, _ = called(model, [(20, 0), (1, 0)])
+    cache, ids = DynamicCache(config=model.config), tokens(2, 21, seed=3)
+    with torch.no_grad():
+        model(input_ids=ids[:, :20], past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 1, 0]))
+        found = model(input_ids=ids[[1, 1, 0], 20:], past_key_values=cache).logits
+    torch.testing.assert_close(found, expected[1][[1, 1, 0]], atol=atol, rtol=0)
+
+
 def calibrated(model, scheme):
     """``scheme``, calibrated on ``model`` if it needs that."""
     scheme = kvpass.schemes.get(scheme)

@@ -1,6 +1,7 @@
 """Plot quality against bits, and figures by layer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -60,19 +61,10 @@ def pareto(results: Mapping[str, Sequence[Point]], path: Path, title: str) -> No
     precision, are left out. Raises `KVPassError` without matplotlib, or if no row is left to draw.
     """
     check_plot(path)
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     shown = {text: [row for row in rows if row.kl >= _SHOWN] for text, rows in results.items()}
     if not all(shown.values()):
         raise KVPassError(f"No scheme has a mean KL of at least {_SHOWN}: there is nothing to draw.")
-    fonts: dict[Any, Any] = {"font.size": 9, "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"]}
-    with matplotlib.rc_context({"svg.hashsalt": "kvpass", "svg.fonttype": "none", **fonts}):  # text stays text
-        figure, panels = pyplot.subplots(
-            1, len(shown), figsize=(1 + 5.5 * len(shown), 5.5), sharey=True, squeeze=False, layout="constrained"
-        )
+    with _figure(path, 1, len(shown), figsize=(1 + 5.5 * len(shown), 5.5), sharey=True) as (figure, panels):
         for panel, (text, rows) in zip(panels[0], shown.items(), strict=True):
             _draw(panel, rows)
             panel.set(title=text, xlabel="bits per value, everything counted", yscale="log")
@@ -81,6 +73,20 @@ def pareto(results: Mapping[str, Sequence[Point]], path: Path, title: str) -> No
         figure.draw_without_rendering()
         for panel, rows in zip(panels[0], shown.values(), strict=True):
             _label(panel, rows)
+
+
+@contextmanager
+def _figure(path: Path, *panels: int, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """A figure and its rows and columns of ``panels``, which is then written to ``path``."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    fonts: dict[Any, Any] = {"font.size": 9, "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"]}
+    with matplotlib.rc_context({"svg.hashsalt": "kvpass", "svg.fonttype": "none", **fonts}):  # text stays text
+        figure, axes = pyplot.subplots(*panels, squeeze=False, layout="constrained", **options)
+        yield figure, axes
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         pyplot.close(figure)
 
@@ -145,17 +151,9 @@ def lines(series: Mapping[str, Sequence[float | None]], path: Path, title: str, 
     """Plot one line per name over layers, to an SVG or PNG file. None leaves a layer out. Raises `KVPassError` without
     matplotlib."""
     check_plot(path)
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    with matplotlib.rc_context({"svg.hashsalt": "kvpass", "svg.fonttype": "none", "font.size": 9}):
-        figure, panel = pyplot.subplots(figsize=(5.5, 3.5), layout="constrained")
+    with _figure(path, 1, 1, figsize=(5.5, 3.5)) as (_, [[panel]]):
         for name, values in series.items():
             panel.plot([float("nan") if value is None else value for value in values], "o-", ms=3, lw=0.8, label=name)
         panel.set(title=title, xlabel="layer", ylabel=ylabel)
         panel.grid(lw=0.3)
         panel.legend()
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-        pyplot.close(figure)

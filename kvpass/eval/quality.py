@@ -270,7 +270,7 @@ def evaluate(
     if not isinstance(schemes, Mapping):
         schemes = {FULL if scheme is None else _name(scheme): scheme for scheme in schemes}
     scored = {text: (ids, prompt, references[text]) for text, ids in texts.items()}
-    simulator = _simulator(model) if one_pass else None
+    simulator = simulator_of(model) if one_pass else None
     for name, scheme in schemes.items():
         rows = None
         if simulator is not None:
@@ -284,7 +284,7 @@ def evaluate(
     return results
 
 
-def _simulator(model: nn.Module) -> Simulator | None:
+def simulator_of(model: nn.Module) -> Simulator | None:
     """A simulator of ``model``, or None if the model can only be scored token by token."""
     try:
         return Simulator(model)

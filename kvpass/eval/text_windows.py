@@ -27,7 +27,7 @@ from ..runtime.simulated import Simulator
 from ..schemes import get
 from ..schemes.calibrated import Calibration
 from .likelihood import likelihoods
-from .quality import packed
+from .quality import packed, simulator_of
 from .size import Scheme
 
 _Z95 = 1.96
@@ -107,7 +107,7 @@ def perplexities(
     parts = list(windows(ids.shape[1], context, stride or context))
     facts = dict(text=digest({}, {"ids": ids}), context=context, stride=stride or context)
     kept = _Kept.open(file, facts)
-    simulator = _simulator(model)
+    simulator = simulator_of(model)
     for name, scheme in schemes.items():
         config = scheme if scheme is None or isinstance(scheme, Calibration) else get(scheme)
         done = kept.of(name, config)
@@ -154,13 +154,6 @@ def _sum(logits: Tensor, following: Tensor) -> float:
     for rows, wanted in zip(logits.split(256), following.split(256), strict=True):
         total -= rows.double().log_softmax(-1).gather(1, wanted[:, None]).sum().item()
     return total
-
-
-def _simulator(model: nn.Module) -> Simulator | None:
-    try:
-        return Simulator(model)
-    except NotSimulatedError:
-        return None
 
 
 @dataclass

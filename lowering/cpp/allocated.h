@@ -314,7 +314,7 @@ inline __m128i column_of_bytes(const uint8_t* from, int columns) {
 
 // The gains of levels: those of the first octave, times a power of 2.
 inline Floats gains_of(const uint8_t* levels, const float* table) {
-    constexpr int OCTAVE = 16, EXPONENT = 23;
+    constexpr int OCTAVE = 16, EXPONENT = 23;  // levels per factor of 2 (transform_coding.py); bits of a mantissa
     const Ints level = widened(levels);
     return (Floats)((Ints)permuted<OCTAVE>(table, level & OCTAVE - 1) + (level / OCTAVE << EXPONENT));
 }
