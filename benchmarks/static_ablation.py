@@ -15,7 +15,7 @@ from kvpass import schemes
 from kvpass.calibration import water_filling
 from kvpass.calibration.water_filling import share_out
 from kvpass.codec.shares import water_fill
-from kvpass.models.probe import probe
+from kvpass.models.probe import full_attention, probe
 from kvpass.schemes.calibrated import Calibration, describe
 
 Statistics = Mapping[int, water_filling.Statistics]
@@ -93,7 +93,7 @@ ROWS: dict[str, tuple[str, int, Callable, str, dict]] = {
 
 
 def calibrated(model, tokenizer, rows) -> dict[str, Calibration]:
-    parts, found, described = statistics_of(model, tokenizer), {}, describe(model, probe(model))
+    parts, found, described = statistics_of(model, tokenizer), {}, describe(model, full_attention(probe(model)))
     for name, row in rows.items():
         text, count, change, per, fields = row
         chosen = [

@@ -7,7 +7,8 @@ labels of different tokens are independent. A token only counts for later querie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,8 +48,9 @@ class _Tap(TorchFunctionMode):
         self.seen: dict[int, Seen] = {}
         self.leaves: list[Tensor] = []
 
-    def watch(self, cache: Any) -> None:
-        """Record which layer of ``cache`` is written."""
+    @contextmanager
+    def watching(self, cache: Any) -> Iterator[None]:
+        """Within this context, record which layer of ``cache`` is written."""
 
         def noting(index: int, update: Callable) -> Callable:
             def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -57,8 +59,14 @@ class _Tap(TorchFunctionMode):
 
             return wrapped
 
-        for index, layer in enumerate(cache.layers):
+        layers = list(cache.layers)
+        for index, layer in enumerate(layers):
             layer.update = noting(index, layer.update)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.update  # a layer that refers to itself would keep the graph of its keys alive
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -111,8 +119,7 @@ def look(
     with torch.enable_grad():
         while len(cache.layers) <= max(layers):
             cache.layers.append(cache.layer_class_to_replicate())
-        tap.watch(cache)
-        with tap:
+        with without_weight_gradients(model), tap.watching(cache), tap:
             logits = model(input_ids=ids, **handing(model, cache), use_cache=True).logits[0, far:]
         if missing := sorted(set(layers) - set(tap.seen)):
             raise KVPassError(
@@ -125,6 +132,20 @@ def look(
     for seen in tap.seen.values():
         seen.of_keys, seen.of_values = next(gradients)[0], next(gradients)[0]
     return tap.seen
+
+
+@contextmanager
+def without_weight_gradients(model: nn.Module) -> Iterator[None]:
+    """Within this context, no parameter of ``model`` requires gradients, so that a forward pass does not keep what only
+    these need."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_()
 
 
 _ROWS = 128
