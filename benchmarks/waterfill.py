@@ -121,7 +121,8 @@ def calibrated(model, tokenizer, rows: Mapping[str, str | dict[str, Any]]) -> di
         for name, config in found.items():
             if isinstance(config, schemes.CalibratedWaterfillConfig):
                 statistics = statistics or merged(statistics_of(model, tokenizer))
-                found[name] = Calibration(*share_out(statistics, config), describe(model, full_attention(probe(model))), {}, {})
+                described = describe(model, full_attention(probe(model)))
+                found[name] = Calibration(*share_out(statistics, config), described, {}, {})
             elif config.needs_calibration:
                 ids = (texts.tokens(tokenizer, text, SKIPPED + CALIBRATED * LENGTH) for text in texts.available())
                 data = [part for text in ids for part in text[0, SKIPPED:].split(LENGTH)]

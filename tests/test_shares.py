@@ -1,7 +1,9 @@
 """Bits allocated by a calibration: page contents against formulas, how bits are allocated, and what caches share."""
 
 import copy
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import kvpass
 from kvpass import KVPassError, NonFiniteError
 from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState, ModelTensors
+from kvpass.calibration import sensitivity
 from kvpass.calibration.water_filling import Statistics, add_text, find_turns, measure, repeating
 from kvpass.codec import CodecSpec, Quantizer, Shares, Transform, dequantize_pages, parse, quantize_pages
 from kvpass.codec.page_rope import numbered
@@ -23,7 +26,7 @@ from kvpass.codec.transform_coding import DISTORTION, STEPS
 from kvpass.layout.retention import HeavyHitter, Retention
 from kvpass.lowering.cpp import attend_allocated, few_tokens, shares_pages
 from kvpass.lowering.table import DispatchKey, select
-from kvpass.models.probe import probe
+from kvpass.models.probe import fresh_cache, probe
 from kvpass.runtime.simulated import Simulator
 from kvpass.schemes import CalibratedWaterfillConfig, LayerGeometry, get
 
@@ -390,6 +393,27 @@ def test_statistics_of_texts_add_up():
     assert merged.tokens == whole.tokens == 2 * (100 - SMALL["sinks"])
     for name in ("mean", "moments", "fisher", "queries"):
         torch.testing.assert_close(getattr(merged, name), getattr(whole, name))
+
+
+def test_reading_a_text_leaves_nothing_behind(monkeypatch):
+    """Neither the cache, which holds the whole graph, nor a changed weight: a model is calibrated on many texts."""
+    model, caches = llama(layers=2), []
+    model.lm_head.weight.requires_grad_(False)
+    before = [parameter.requires_grad for parameter in model.parameters()]
+
+    def fresh(model):
+        cache = fresh_cache(model)
+        caches.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(sensitivity, "fresh_cache", fresh)
+    gc.disable()
+    try:
+        found = sensitivity.look(model, tokens(1, 24), probe(model), 8, 0, generator(0))
+        assert found and caches and not any(cache() for cache in caches)
+    finally:
+        gc.enable()
+    assert [parameter.requires_grad for parameter in model.parameters()] == before
 
 
 @FORMS
