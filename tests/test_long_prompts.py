@@ -187,7 +187,12 @@ def test_hooks_inside_see_the_whole_prompt():
 
 @pytest.mark.parametrize(
     ("scheme", "why"),
-    [("waterfill", "queries"), ("kivi+h2o", "attention scores"), ("higgs-sinks", "fits center"), ("kivi-pre", "graphs")],
+    [
+        ("waterfill", "queries"),
+        ("kivi+h2o", "attention scores"),
+        ("higgs-sinks", "fits center"),
+        ("kivi-pre", "graphs"),
+    ],
 )
 def test_schemes_that_are_fitted_to_prompts_read_them_whole(scheme, why):
     text = said(kvpass.apply(llama(), scheme))

@@ -7,6 +7,7 @@ show, because it depends on the length, is looked up in the config; what is not 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -70,12 +71,12 @@ def why_not_plain(model: nn.Module, given: dict[str, Any], seen: int, tokens: in
 
 
 def parts(given: dict[str, Any], seen: int, tokens: int, size: int) -> Iterator[tuple[dict[str, Any], bool]]:
-    """The calls that read the ``tokens`` of the call ``given`` in parts of at most ``size`` and nearly equal length, and
-    whether the caller wants logits of each. ``seen``: number of tokens in the cache."""
+    """The calls that read the ``tokens`` of the call ``given`` in parts of at most ``size`` and nearly equal length,
+    and whether the caller wants logits of each. ``seen``: number of tokens in the cache."""
     count = -(-tokens // size)
     stops = [tokens * i // count for i in range(count + 1)]
     mask, keep = given.get("attention_mask"), given.get("logits_to_keep") or tokens
-    for first, last in zip(stops, stops[1:], strict=False):
+    for first, last in pairwise(stops):
         part = dict(given)
         for name, dim in _BY_TOKEN.items():
             if isinstance(value := given.get(name), Tensor):
@@ -186,8 +187,8 @@ def _arguments(model: nn.Module, names: Collection[str], ids: Tensor, first: int
 
 
 def _equal(one: Tensor, other: Tensor, padded: int) -> bool:
-    """Whether rows ``[B, S, D]`` are equal up to rounding. padded: the number of rows per sequence, if they are all rows
-    of a prompt whose first sequence begins with padding, which does not count."""
+    """Whether rows ``[B, S, D]`` are equal up to rounding. padded: the number of tokens of a prompt whose first sequence
+    begins with padding, which does not count."""
     if one.shape != other.shape:
         return False
     tolerance = torch.finfo(one.dtype).eps ** 0.5

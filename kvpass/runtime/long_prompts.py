@@ -65,9 +65,7 @@ class LongPrompts:
     def _summary(self) -> str:
         return f"prompts of more than {self._limit:,} tokens are read in chunks of at most {self._size:,}"
 
-    def read(
-        self, runtime: TransformersRuntime, cache: Cache, batch: int, tokens: int, kwargs: dict[str, Any]
-    ) -> Any:
+    def read(self, runtime: TransformersRuntime, cache: Cache, batch: int, tokens: int, kwargs: dict[str, Any]) -> Any:
         """The output of the model for a call of ``tokens`` tokens over ``cache``, read in chunks if that is wanted and
         proven to be equal."""
         if self._size is None or tokens <= self._limit:
@@ -100,9 +98,7 @@ class LongPrompts:
                     put_back()
             raise
 
-    def _why_whole(
-        self, runtime: TransformersRuntime, state: CacheState, tokens: int, kwargs: dict[str, Any]
-    ) -> str:
+    def _why_whole(self, runtime: TransformersRuntime, state: CacheState, tokens: int, kwargs: dict[str, Any]) -> str:
         model = runtime.model()
         if names := runtime.hooks():
             return f"there are hooks on {names[0]}, which would run once per chunk"
