@@ -187,7 +187,7 @@ def _arguments(model: nn.Module, names: Collection[str], ids: Tensor, first: int
 
 
 def _equal(one: Tensor, other: Tensor, padded: int) -> bool:
-    """Whether rows ``[B, S, D]`` are equal up to rounding. padded: the number of tokens of a prompt whose first sequence
+    """Whether rows ``[B, S, D]`` are equal up to rounding. padded: the length of a prompt whose first sequence
     begins with padding, which does not count."""
     if one.shape != other.shape:
         return False
