@@ -45,21 +45,19 @@ class LongPrompts:
     """
 
     def __init__(self, runtime: TransformersRuntime, size: int | str | None):
-        automatic = size == AUTO_CHUNKS
-        self._asked = not automatic
-        self._size = _AUTO_SIZE if automatic else size
-        self._limit = 2 * _AUTO_SIZE if automatic else size
+        self._asked = isinstance(size, int)
+        self._size: int | None = size if isinstance(size, int) else _AUTO_SIZE
+        self._limit = size if isinstance(size, int) else 2 * _AUTO_SIZE
         self._proofs: dict[frozenset[str], str] = {}
         self._one_at_a_time = Lock()
+        report = runtime.report
         if size is None:
-            self._size, runtime.report.long_prompts = None, "prompts are read whole: prefill_chunk_size=None"
-        elif automatic and (why := _why_whole_by_default(runtime)):
+            self._size, report.long_prompts = None, "prompts are read whole: prefill_chunk_size=None"
+        elif not self._asked and (why := _why_whole_by_default(runtime)):
             self._size = None
-            runtime.report.long_prompts = (
-                f"prompts are read whole: {why}. prefill_chunk_size={_AUTO_SIZE} reads them in chunks"
-            )
+            report.long_prompts = f"prompts are read whole: {why}. prefill_chunk_size={_AUTO_SIZE} reads them in chunks"
         else:
-            runtime.report.long_prompts = f"{self._summary}, if the first of them shows that the model allows it"
+            report.long_prompts = f"{self._summary}, if the first of them shows that the model allows it"
 
     @property
     def _summary(self) -> str:
