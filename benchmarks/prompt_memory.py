@@ -3,9 +3,10 @@
     python benchmarks/prompt_memory.py [--tokens N] [scheme]                  # the attention scores of a prompt
     python benchmarks/prompt_memory.py --chunk 512 kivi                       # a chunk of 512 tokens behind N tokens
     python benchmarks/prompt_memory.py --chunk 512 --lowering reference kivi  # if it dequantizes the cache first
+    python benchmarks/prompt_memory.py --smollm2 --prefill-chunk-size 2048 kivi  # a prompt that kvpass reads in chunks
 
 Peak memory of the process while it reads the prompt, or the chunk, minus its memory before. ``--heads``, ``--kv-heads``
-and ``--head-dim`` give the shape of the layer. Linux only.
+and ``--head-dim`` give the shape of the layer, ``--smollm2`` and ``--layers`` that of SmolLM2-135M. Linux only.
 """
 
 import argparse
@@ -35,23 +36,32 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--smollm2", action="store_true", help="the shape of SmolLM2-135M, with random weights")
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--prefill-chunk-size", type=int, help="by default the prompt is read whole")
     parser.add_argument("--lowering", default="auto")
     parser.add_argument("scheme", nargs="?", default="kivi+h2o", help="or 'none'")
     args = parser.parse_args()
+    if args.smollm2:
+        args.heads, args.kv_heads, args.head_dim = 9, 3, 64
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=128, hidden_size=16 * args.heads, intermediate_size=96, num_hidden_layers=1,
+            vocab_size=128, hidden_size=(64 if args.smollm2 else 16) * args.heads,
+            intermediate_size=1536 if args.smollm2 else 96, num_hidden_layers=args.layers,
             num_attention_heads=args.heads, num_key_value_heads=args.kv_heads, head_dim=args.head_dim,
             max_position_embeddings=2 * args.tokens,
         )
     ).eval()  # fmt: skip
     if args.scheme != "none":
-        kvpass.apply(model, SCHEMES.get(args.scheme, args.scheme), lowering=args.lowering)
+        options = dict(lowering=args.lowering, prefill_chunk_size=args.prefill_chunk_size)
+        kvpass.apply(model, SCHEMES.get(args.scheme, args.scheme), **options)
     ids, peak = torch.randint(128, (1, args.tokens + 3 * max(1, args.chunk))), Peak(model.device)
     if not args.chunk:
         read(model, DynamicCache(config=model.config), ids[:, :64], peak)
-        found = read(model, DynamicCache(config=model.config), ids[:, : args.tokens], peak)
-        print(f"{args.scheme}, {args.tokens} tokens: {found / 1e6:.0f} MB; T x T of one head: "
+        cache = DynamicCache(config=model.config)
+        found = read(model, cache, ids[:, : args.tokens], peak)
+        held = f"; cache: {kvpass.nbytes(cache) / 1e6:.0f} MB" if args.scheme != "none" else ""
+        print(f"{args.scheme}, {args.tokens} tokens: {found / 1e6:.0f} MB{held}; T x T of one head: "
               f"{args.tokens**2 * 4 / 1e6:.0f} MB")  # fmt: skip
         return
     cache, first = DynamicCache(config=model.config), 0

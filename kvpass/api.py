@@ -23,6 +23,7 @@ from .models.parallel import refuse_sharded
 from .models.probe import AttentionSeen, full_attention, probe, refuse_hooked
 from .runtime.applied import ATTRIBUTE, decoder, is_applied, runtime_of
 from .runtime.custom import BufferRuntime, HandedRuntime
+from .runtime.long_prompts import AUTO_CHUNKS, check_chunk_size
 from .runtime.runtime import Runtime
 from .runtime.simulated import SimulatedRuntime, scout
 from .runtime.transformers import TransformersRuntime
@@ -44,6 +45,7 @@ def apply(
     lowering: str = "auto",
     max_cache_len: int | None = None,
     mode: str | None = None,
+    prefill_chunk_size: int | str | None = AUTO_CHUNKS,
     example_inputs: tuple[Any, ...] | dict[str, Any] | None = None,
 ) -> nn.Module:
     """Quantize the KV cache of ``model`` with ``scheme``, in place; returns the model. User code does not change.
@@ -76,6 +78,11 @@ def apply(
             changes of the model: weights, modules, adapters, attributes and config fields. Other state, such as
             globals that functions read, is only checked at the next prompt or turn. `explain` says whether steps are
             replayed, or why not.
+        prefill_chunk_size: read a prompt that comes in one call in chunks of at most this many tokens (64 or more), so
+            that less of it is in full precision at once. Within a chunk attention reads exact keys and values, and
+            earlier chunks as they are stored. "auto" reads prompts of more than 4,096 tokens in chunks of 2,048 on
+            CPUs, unless the scheme is fitted to the whole prompt. None reads every prompt whole. A prompt is also read
+            whole if a short one, read both ways, does not show that the model allows chunks; `explain` says why.
         example_inputs: arguments of ``model.forward``, by position or by name, for decoders with their own cache.
 
     Raises:
@@ -85,8 +92,9 @@ def apply(
             ``KVPASS_TRACE`` folder (see `explain`) is not writable. The model is then unchanged.
     """
     options: dict[str, Any] = dict(
-        strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode, example_inputs=example_inputs
-    )
+        strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode,
+        prefill_chunk_size=prefill_chunk_size, example_inputs=example_inputs,
+    )  # fmt: skip
     if scheme is not None:
         return _apply(model, scheme, **options)
 
@@ -110,6 +118,7 @@ def _apply(
     lowering: str,
     max_cache_len: int | None,
     mode: str | None,
+    prefill_chunk_size: int | str | None,
     example_inputs: tuple[Any, ...] | dict[str, Any] | None,
     give_way: Callable[[nn.Module, NeedsGraphError], None] | None = None,
 ) -> nn.Module:
@@ -124,6 +133,7 @@ def _apply(
     if lowering not in known:
         raise KVPassError(f"lowering={lowering!r}; use one of {', '.join(known)}.")
     check_mode(mode)
+    check_chunk_size(prefill_chunk_size)
     if max_cache_len is not None:
         check_integer("max_cache_len", max_cache_len, 1)
     if lowering != "eager":
@@ -144,7 +154,13 @@ def _apply(
             f"{config.name!r}), then kvpass.apply(model, calibration)."
         )
     predictors = {} if calibration is None else calibration.predictors
-    options = dict(strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode, predictors=predictors)
+    options: dict[str, Any] = dict(
+        strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode, predictors=predictors
+    )
+    if kind is TransformersRuntime:
+        options["prefill_chunk_size"] = prefill_chunk_size
+    elif prefill_chunk_size not in (None, AUTO_CHUNKS):
+        raise KVPassError("prefill_chunk_size is for transformers models: call this decoder with chunks of the prompt.")
     runtime = kind(model, config, layers, **options)
     runtime.attended = attention.seen
     looks = f"{config.name!r} needs the whole forward captured as one graph", "use 'kivi'"

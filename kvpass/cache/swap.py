@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +54,20 @@ def state_of(cache: Cache) -> CacheState | None:
 def cross_layers(cache: Cache) -> list[Any]:
     """The cross-attention layers of a cache, packed or not."""
     return cache.cross_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else []
+
+
+def layers_of(cache: object) -> Callable[[], None]:
+    """A function that restores the present layers of ``cache``."""
+    parts = (
+        [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
+    )
+    before = [(part, list(part.layers), part.layer_class_to_replicate) for part in parts if isinstance(part, Cache)]
+
+    def put_back() -> None:
+        for part, layers, replicated in before:
+            part.layers[:], part.layer_class_to_replicate = layers, replicated
+
+    return put_back
 
 
 def _fresh_layers(cache: Cache, plans: Plans) -> list[Any]:

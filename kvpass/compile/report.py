@@ -147,6 +147,7 @@ class Report:
     uncaptured_prompt: str = ""
     instead_of: str = ""
     eager: bool = False
+    long_prompts: str = ""
 
     def stepped(self, ran: Sequence[GraphReport], uncaptured: Sequence[int], why: Callable[[], str]) -> bool:
         """Record a decode step that ran these graphs, and these layers outside of any graph. ``why`` gives the reason
@@ -242,6 +243,8 @@ class Report:
             lines.append(f"originals in host memory: {host:,} bytes, {moved:,} bytes fetched so far")
         if self.attention:
             lines.append(self.attention)
+        if self.long_prompts:
+            lines.append(self.long_prompts)
         if self.calibration:
             lines.append(f"calibrated: {self.calibration}")
         if self.recalled:

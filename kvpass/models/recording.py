@@ -20,7 +20,7 @@ RECORDS = output_capturing.__name__
 def refuse_what_is_not_recorded(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """Raise `KVPassError` if ``arguments`` request attention weights, which SDPA does not return, of a forward that has
     to be captured."""
-    if _asked("attentions", model, arguments) and model.config.get_text_config()._attn_implementation == "sdpa":
+    if asks_for("attentions", model, arguments) and model.config.get_text_config()._attn_implementation == "sdpa":
         raise KVPassError(
             "output_attentions=True: SDPA returns no attention weights, and this scheme captures the whole forward as "
             "one graph. Call model.set_attn_implementation('eager') first."
@@ -29,12 +29,13 @@ def refuse_what_is_not_recorded(model: PreTrainedModel, arguments: dict[str, Any
 
 def put_up_hooks(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """Install the hooks that ``arguments`` need, so that ``model`` can be captured with them."""
-    if _asked("attentions", model, arguments) or _asked("hidden_states", model, arguments):
+    if asks_for("attentions", model, arguments) or asks_for("hidden_states", model, arguments):
         for recorder in _recorders(model):
             output_capturing.maybe_install_capturing_hooks(recorder)
 
 
-def _asked(what: str, model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
+def asks_for(what: str, model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
+    """Whether a call with ``arguments`` asks ``model`` for its "hidden_states" or "attentions"."""
     asked = arguments.get(f"output_{what}")
     return bool(getattr(model.config, f"output_{what}", False) if asked is None else asked)
 

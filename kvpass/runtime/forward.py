@@ -37,7 +37,7 @@ def start_forward(state: CacheState, batch: int, new_tokens: int) -> int:
     """
     stored = state.tokens
     state.refuse_unless_whole()
-    _refuse_what_does_not_fit(state, batch, new_tokens)
+    refuse_what_does_not_fit(state, batch, new_tokens)
     state.whole = False
     try:
         context = ForwardContext(_varying(length_tensor(stored, state.device), stored))
@@ -59,7 +59,8 @@ def start_forward(state: CacheState, batch: int, new_tokens: int) -> int:
     return stored
 
 
-def _refuse_what_does_not_fit(state: CacheState, batch: int, new_tokens: int) -> None:
+def refuse_what_does_not_fit(state: CacheState, batch: int, new_tokens: int) -> None:
+    """Raise `KVPassError` if ``new_tokens`` more tokens in ``batch`` rows do not fit the cache."""
     stored, capacity = state.tokens, state.max_cache_len
     if capacity is not None and state.retention.stored(stored + new_tokens) > capacity:
         raise KVPassError(
@@ -79,7 +80,7 @@ def _expect(state: CacheState, batch: int, new_tokens: int) -> None:
             f"The model stores {context.new_tokens} tokens in some cache layers and {new_tokens} in others. All "
             "layers of a packed cache have the same length. Call kvpass.remove(model); this model is not supported."
         )
-    _refuse_what_does_not_fit(state, batch, new_tokens)
+    refuse_what_does_not_fit(state, batch, new_tokens)
     _make_room(state, batch, new_tokens, context)
 
 

@@ -16,7 +16,7 @@ from ..cache.cache_state import CacheState
 from ..cache.cross import running
 from ..cache.layer import PackedLayer
 from ..cache.query_capture import QueryCapture
-from ..cache.swap import cache_layers, cross_layers, state_of, swap_cross_layers, swap_layers
+from ..cache.swap import cache_layers, cross_layers, layers_of, state_of, swap_cross_layers, swap_layers
 from ..compile.report import listed
 from ..errors import KVPassError, NotCapturedError
 from ..models.arguments import CACHE_NAMES, cache_argument
@@ -26,6 +26,7 @@ from ..models.redundant import MASKS, RedundantArguments
 from ..models.unpacked import StoresNoText
 from ..schemes import LayerGeometry, SchemeConfig, get
 from .forward import finish_forward, remember, start_forward
+from .long_prompts import AUTO_CHUNKS, LongPrompts
 from .padding import PaddingMasks
 from .runtime import Runtime
 from .steps.recall import Recalls
@@ -37,8 +38,12 @@ class TransformersRuntime(Runtime):
 
     model: Callable[[], PreTrainedModel]
 
-    def __init__(self, model: nn.Module, scheme: SchemeConfig, layers: dict[int, LayerGeometry | str], **options):
+    def __init__(
+        self, model: nn.Module, scheme: SchemeConfig, layers: dict[int, LayerGeometry | str],
+        prefill_chunk_size: int | str | None = AUTO_CHUNKS, **options,
+    ):  # fmt: skip
         super().__init__(model, scheme, layers, **options)
+        self.long_prompts = LongPrompts(self, prefill_chunk_size)
         self.made_of = {"layers": layers, **options}
         self.prefix = "decoder_" if self.has_encoder else ""  # prefix of the decoder's arguments
         parameters = inspect.signature(self.original).parameters
@@ -114,10 +119,11 @@ class TransformersRuntime(Runtime):
         if cache is None:
             cache = kwargs[self.cache_argument] = fresh_cache(self.model())
         with self._alone(cache):
-            return self._forward_over(cache, batch, new_tokens, kwargs)
+            return self.long_prompts.read(self, cache, batch, new_tokens, kwargs)
 
-    def _forward_over(self, cache: Cache, batch: int, new_tokens: int, kwargs):
-        put_back = _layers_of(cache)
+    def forward_over(self, cache: Cache, batch: int, new_tokens: int, kwargs):
+        """One forward of ``new_tokens`` tokens over ``cache``, whose arguments include the cache."""
+        put_back = layers_of(cache)
         state = self.adopt(cache)
         undo = remember(cache, state, self.storing_no_text)
         if self.one_graph:
@@ -222,7 +228,7 @@ class TransformersRuntime(Runtime):
 
     def _swap(self, cache: Cache) -> CacheState:
         own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        put_back = _layers_of(cache)
+        put_back = layers_of(cache)
         try:
             state = swap_layers(own, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
             if self.cross and isinstance(cache, EncoderDecoderCache):
@@ -372,17 +378,3 @@ def _hand_back(given: dict[str, Any], kwargs: dict[str, Any]) -> None:
         own = kwargs[name]
         if value is not own and value._version:
             own.copy_(value)
-
-
-def _layers_of(cache: object) -> Callable[[], None]:
-    """A function that restores the present layers of ``cache``."""
-    parts = (
-        [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
-    )
-    before = [(part, list(part.layers), part.layer_class_to_replicate) for part in parts if isinstance(part, Cache)]
-
-    def put_back() -> None:
-        for part, layers, replicated in before:
-            part.layers[:], part.layer_class_to_replicate = layers, replicated
-
-    return put_back
