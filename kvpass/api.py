@@ -23,7 +23,7 @@ from .models.parallel import refuse_sharded
 from .models.probe import AttentionSeen, full_attention, probe, refuse_hooked
 from .runtime.applied import ATTRIBUTE, decoder, is_applied, runtime_of
 from .runtime.custom import BufferRuntime, HandedRuntime
-from .runtime.long_prompts import AUTO_CHUNKS, check_chunk_size
+from .runtime.long_prompts import check_chunk_size
 from .runtime.runtime import Runtime
 from .runtime.simulated import SimulatedRuntime, scout
 from .runtime.transformers import TransformersRuntime
@@ -45,7 +45,7 @@ def apply(
     lowering: str = "auto",
     max_cache_len: int | None = None,
     mode: str | None = None,
-    prefill_chunk_size: int | str | None = AUTO_CHUNKS,
+    prefill_chunk_size: int | str | None = None,
     example_inputs: tuple[Any, ...] | dict[str, Any] | None = None,
 ) -> nn.Module:
     """Quantize the KV cache of ``model`` with ``scheme``, in place; returns the model. User code does not change.
@@ -79,9 +79,9 @@ def apply(
             globals that functions read, is only checked at the next prompt or turn. `explain` says whether steps are
             replayed, or why not.
         prefill_chunk_size: read a prompt that comes in one call in chunks of at most this many tokens (64 or more), so
-            that less of it is in full precision at once. Within a chunk attention reads exact keys and values, and
-            earlier chunks as they are stored. "auto" reads prompts of more than 4,096 tokens in chunks of 2,048 on
-            CPUs, unless the scheme is fitted to the whole prompt. None reads every prompt whole. A prompt is also read
+            that less of it is in full precision at once. Within a chunk, attention reads exact keys and values; it
+            reads earlier chunks as they are stored. "auto" reads prompts of more than 4,096 tokens in chunks of 2,048
+            on CPUs, unless the scheme is fitted to the whole prompt. None reads prompts whole. A prompt is also read
             whole if a short one, read both ways, does not show that the model allows chunks; `explain` says why.
         example_inputs: arguments of ``model.forward``, by position or by name, for decoders with their own cache.
 
@@ -159,7 +159,7 @@ def _apply(
     )
     if kind is TransformersRuntime:
         options["prefill_chunk_size"] = prefill_chunk_size
-    elif prefill_chunk_size not in (None, AUTO_CHUNKS):
+    elif prefill_chunk_size is not None:
         raise KVPassError("prefill_chunk_size is for transformers models: call this decoder with chunks of the prompt.")
     runtime = kind(model, config, layers, **options)
     runtime.attended = attention.seen

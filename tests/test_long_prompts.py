@@ -195,16 +195,16 @@ def test_hooks_inside_see_the_whole_prompt():
     ],
 )
 def test_schemes_that_are_fitted_to_prompts_read_them_whole(scheme, why):
-    text = said(kvpass.apply(llama(), scheme))
+    text = said(kvpass.apply(llama(), scheme, prefill_chunk_size="auto"))
     assert why in text and "prefill_chunk_size=2048" in text
 
 
-def test_prompts_of_some_thousand_tokens_are_read_in_chunks_by_default():
+def test_only_prompts_of_some_thousand_tokens_are_read_in_chunks_if_that_is_automatic():
     model = llama(layers=1, heads=1, kv_heads=1)
     expected = read(model, input_ids=tokens(1, 4097), logits_to_keep=1)
-    check(kvpass.apply(model, "identity", lowering="eager"), expected, [1365, 1366, 1366],
-          input_ids=tokens(1, 4097), logits_to_keep=1)  # fmt: skip
-    model = kvpass.apply(kvpass.remove(model), "identity", lowering="eager", prefill_chunk_size=None)
+    model = packed(model, "auto")
+    check(model, expected, [1365, 1366, 1366], input_ids=tokens(1, 4097), logits_to_keep=1)
+    model = packed(kvpass.remove(model), None)
     check(model, expected, [4097], input_ids=tokens(1, 4097), logits_to_keep=1)
 
 

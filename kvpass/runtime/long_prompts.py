@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvpass")
 
-AUTO_CHUNKS = "auto"
+_AUTO = "auto"
 _AUTO_SIZE = 2048
 _SMALLEST = 4 * FEW  # so that no chunk is taken for drafts
 
@@ -31,7 +31,7 @@ _SMALLEST = 4 * FEW  # so that no chunk is taken for drafts
 def check_chunk_size(size: int | str | None) -> None:
     """Raise `KVPassError` if ``size`` is not a value of ``prefill_chunk_size``."""
     number = isinstance(size, int) and not isinstance(size, bool) and size >= _SMALLEST
-    if not (size is None or size == AUTO_CHUNKS or number):
+    if not (size is None or size == _AUTO or number):
         raise KVPassError(
             f"prefill_chunk_size={shown(size)}: use a number of tokens, {_SMALLEST} or more, 'auto', or None to read "
             "prompts whole."
@@ -52,7 +52,7 @@ class LongPrompts:
         self._one_at_a_time = Lock()
         report = runtime.report
         if size is None:
-            self._size, report.long_prompts = None, "prompts are read whole: prefill_chunk_size=None"
+            self._size = None
         elif not self._asked and (why := _why_whole_by_default(runtime)):
             self._size = None
             report.long_prompts = f"prompts are read whole: {why}. prefill_chunk_size={_AUTO_SIZE} reads them in chunks"

@@ -26,7 +26,7 @@ from ..models.redundant import MASKS, RedundantArguments
 from ..models.unpacked import StoresNoText
 from ..schemes import LayerGeometry, SchemeConfig, get
 from .forward import finish_forward, remember, start_forward
-from .long_prompts import AUTO_CHUNKS, LongPrompts
+from .long_prompts import LongPrompts
 from .padding import PaddingMasks
 from .runtime import Runtime
 from .steps.recall import Recalls
@@ -40,7 +40,7 @@ class TransformersRuntime(Runtime):
 
     def __init__(
         self, model: nn.Module, scheme: SchemeConfig, layers: dict[int, LayerGeometry | str],
-        prefill_chunk_size: int | str | None = AUTO_CHUNKS, **options,
+        prefill_chunk_size: int | str | None = None, **options,
     ):  # fmt: skip
         super().__init__(model, scheme, layers, **options)
         self.long_prompts = LongPrompts(self, prefill_chunk_size)
