@@ -34,7 +34,7 @@ def put_up_hooks(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
             output_capturing.maybe_install_capturing_hooks(recorder)
 
 
-def asks_for(what: str, model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
+def asks_for(what: str, model: Any, arguments: dict[str, Any]) -> bool:
     """Whether a call with ``arguments`` asks ``model`` for its "hidden_states" or "attentions"."""
     asked = arguments.get(f"output_{what}")
     return bool(getattr(model.config, f"output_{what}", False) if asked is None else asked)
