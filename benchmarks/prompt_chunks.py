@@ -54,7 +54,7 @@ def main() -> None:
     for scheme in args.schemes:
         for (name, window), right in zip(parts, expected, strict=True):
             for chunk in (args.tokens, *args.chunks):
-                with packed(model, scheme, lowering="eager", prefill_chunk_size=None) as applied:
+                with packed(model, scheme, lowering="eager") as applied:
                     logits, spent = logits_after(applied, window, args.tokens, chunk)
                 kl = (right.exp() * (right - logits)).sum(-1)
                 size = "whole" if chunk == args.tokens else chunk

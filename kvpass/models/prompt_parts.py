@@ -70,13 +70,17 @@ def why_not_plain(model: nn.Module, given: dict[str, Any], seen: int, tokens: in
     return "" if bool(behind.all()) else "the mask hides tokens behind the first part"
 
 
+def stops(tokens: int, size: int) -> list[int]:
+    """Where parts of at most ``size`` and nearly equal length of ``tokens`` tokens end, after a 0."""
+    count = -(-tokens // size)
+    return [tokens * i // count for i in range(count + 1)]
+
+
 def parts(given: dict[str, Any], seen: int, tokens: int, size: int) -> Iterator[tuple[dict[str, Any], bool]]:
     """The calls that read the ``tokens`` of the call ``given`` in parts of at most ``size`` and nearly equal length,
     and whether the caller wants logits of each. ``seen``: number of tokens in the cache."""
-    count = -(-tokens // size)
-    stops = [tokens * i // count for i in range(count + 1)]
     mask, keep = given.get("attention_mask"), given.get("logits_to_keep") or tokens
-    for first, last in pairwise(stops):
+    for first, last in pairwise(stops(tokens, size)):
         part = dict(given)
         for name, dim in _BY_TOKEN.items():
             if isinstance(value := given.get(name), Tensor):

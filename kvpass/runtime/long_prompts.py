@@ -15,7 +15,7 @@ from ..cache.swap import layers_of
 from ..codec.tensors import of_sequence
 from ..errors import KVPassError
 from ..fields import shown
-from ..models.prompt_parts import in_parts, why_not_plain, why_whole
+from ..models.prompt_parts import in_parts, stops, why_not_plain, why_whole
 from .forward import refuse_what_does_not_fit, remember
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ class LongPrompts:
         if names := runtime.hooks():
             return f"there are hooks on {names[0]}, which would run once per chunk"
         assert self._size is not None
-        first = tokens // -(-tokens // self._size)  # all chunks have this many tokens, or one more
-        if why := why_not_plain(model, kwargs, state.seen, tokens, first):
+        if why := why_not_plain(model, kwargs, state.seen, tokens, stops(tokens, self._size)[1]):
             return why
         given = frozenset(name for name, value in kwargs.items() if value is not None)
         if state.seen and (not state.only_tokens or given not in self._proofs):
