@@ -128,12 +128,21 @@ def _over_present(call: AttendCall) -> Partial | None:
     if not call.k_new.shape[2]:
         return None
     k, v = _heads(call, call.k_new, call.v_new)
-    if not call.causal:
-        bias = None if call.mask is None else _bias(call, call.mask[..., call.n :])
+    mask = None if call.mask is None else call.mask[..., call.n :]
+    if not (call.causal or _is_causal(mask)):
+        bias = None if mask is None else _bias(call, mask)
         return attend_partially(_rows(call.q, call), k, v, bias, call.scale, call.softcap)
     k, v = (x.repeat_interleave(call.q.shape[1] // x.shape[1], 1) for x in (k, v))
     part = attend_partially(call.q, k, v, None, call.scale, call.softcap, causal=True)
     return Partial(_rows(part.out, call), _rows(part.lse, call))
+
+
+def _is_causal(mask: Tensor | None) -> bool:
+    """Whether ``mask``, over the tokens of the call, only hides later tokens: attention then needs no bias, which would
+    take memory for every query head and pair of tokens."""
+    if mask is None or mask.dtype != torch.bool:
+        return False
+    return torch.equal(mask, torch.ones_like(mask[:1, :1]).tril().expand_as(mask))
 
 
 def _groups(call: AttendCall) -> int:
