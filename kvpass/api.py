@@ -80,7 +80,7 @@ def apply(
             replayed, or why not.
         prefill_chunk_size: read a prompt that comes in one call in chunks of at most this many tokens (64 or more), so
             that less of it is in full precision at once. Within a chunk, attention reads exact keys and values; it
-            reads earlier chunks as they are stored. "auto" reads prompts of more than 4,096 tokens in chunks of 2,048
+            reads earlier chunks as they are stored. "auto" reads prompts of more than 4,096 tokens in chunks of 512
             on CPUs, unless the scheme is fitted to the whole prompt. None reads prompts whole. A prompt is also read
             whole if a short one, read both ways, does not show that the model allows chunks; `explain` says why.
         example_inputs: arguments of ``model.forward``, by position or by name, for decoders with their own cache.

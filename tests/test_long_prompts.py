@@ -196,7 +196,7 @@ def test_hooks_inside_see_the_whole_prompt():
 )
 def test_schemes_that_are_fitted_to_prompts_read_them_whole(scheme, why):
     text = said(kvpass.apply(llama(), scheme, prefill_chunk_size="auto"))
-    assert why in text and "prefill_chunk_size=2048" in text
+    assert why in text and "prefill_chunk_size=512" in text
 
 
 def test_only_prompts_of_some_thousand_tokens_are_read_in_chunks_if_that_is_automatic():

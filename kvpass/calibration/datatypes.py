@@ -28,6 +28,7 @@ from ..models.probe import fresh_cache
 from ..progress import bar
 from ..schemes import CalibratedKVQuantConfig, LayerGeometry
 from .collect import Collected, digest
+from .sensitivity import without_weight_gradients
 
 _BINS = 4096  # of the range; points are fitted to the means of the bins
 _ITERATIONS = 100
@@ -47,15 +48,15 @@ def collect_gradients(
     """
     files = [folder / f"gradients-{digest(ids)}.safetensors" for ids in data]
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]  # every transformers model has it
-    had, had_not = embedding.requires_grad, [file for file in files if not file.exists()]
-    try:
-        embedding.requires_grad_(True)
-        for ids, file in zip(data, files, strict=True):
-            if file in had_not:
-                _save(_gradients(model, ids, layers), file)
-            seen.update()
-    finally:
-        embedding.requires_grad_(had)
+    with without_weight_gradients(model):
+        embedding.requires_grad_()  # so that keys and values are part of the graph
+        try:
+            for ids, file in zip(data, files, strict=True):
+                if not file.exists():
+                    _save(_gradients(model, ids, layers), file)
+                seen.update()
+        finally:
+            embedding.requires_grad_(False)
     return files
 
 

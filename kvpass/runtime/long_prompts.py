@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvpass")
 
 _AUTO = "auto"
-_AUTO_SIZE = 2048
+_AUTO_SIZE, _AUTO_FROM = 512, 4096
 _SMALLEST = 4 * FEW  # so that no chunk is taken for drafts
 
 
@@ -47,7 +47,7 @@ class LongPrompts:
     def __init__(self, runtime: TransformersRuntime, size: int | str | None):
         self._asked = isinstance(size, int)
         self._size: int | None = size if isinstance(size, int) else _AUTO_SIZE
-        self._limit = size if isinstance(size, int) else 2 * _AUTO_SIZE
+        self._limit = size if isinstance(size, int) else _AUTO_FROM
         self._proofs: dict[frozenset[str], str] = {}
         self._one_at_a_time = Lock()
         report = runtime.report
