@@ -71,7 +71,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--steps-by", default="pass", choices=("model", "pass", "inductor"), help="what runs its captured steps"
     )
-    parser.addoption("--faults", type=int, default=6, help="lines at which each call of `test_faults` fails; 0 for all")
+    parser.addoption("--faults", type=int, default=4, help="lines at which each call of `test_faults` fails; 0 for all")
     parser.addoption("--fuzz-examples", type=int, default=60, help="inputs that each test of `test_fuzz` tries")
 
 

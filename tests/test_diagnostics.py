@@ -39,6 +39,7 @@ def test_lossless_storage_has_no_errors_and_more_bits_have_smaller_ones(simulato
     assert two[0].coverage == pytest.approx(exact[0].coverage, abs=1e-6)  # the first layer sees the same inputs
 
 
+@pytest.mark.slow
 def test_attention_that_reads_only_the_window_is_covered(simulator):
     found = diagnose(simulator, tokens(1, 60), 40, kivi(residual=64))
     assert all(layer.coverage == pytest.approx(1) and layer.attention < 1e-5 for layer in found)

@@ -44,6 +44,7 @@ def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interl
         torch.testing.assert_close(got, expected, atol=error, rtol=error)
 
 
+@pytest.mark.slow_cases("squat-*", "kivi-1-*")
 @pytest.mark.parametrize("present", [True, False])
 @pytest.mark.parametrize(
     ("scheme", "dtype", "shape"),
@@ -64,6 +65,7 @@ def test_attention_over_codes_equals_the_reference(scheme, dtype, shape, present
 ALIKE = dict(scheme="waterfill", rich_key_fields=(0, 0), rich_value_fields=(0, 0))
 
 
+@pytest.mark.slow_cases("waterfill-3-*", "*residual": 64*")
 @pytest.mark.parametrize("present", [True, False])
 @pytest.mark.parametrize(
     ("scheme", "dtype", "shape"),
@@ -86,6 +88,7 @@ def test_attention_over_per_channel_widths_equals_the_reference(scheme, dtype, s
     )
 
 
+@pytest.mark.slow_cases("kivi-dtype0*", "waterfill-dtype3*")
 @pytest.mark.parametrize("present", [True, False])
 @pytest.mark.parametrize(
     ("scheme", "dtype", "shape", "tokens"),
@@ -105,7 +108,7 @@ def test_attention_of_several_tokens_equals_the_reference(scheme, dtype, shape, 
     assert_as_the_reference(module, plan, shape, dtype, present, lengths, tokens=tokens)
 
 
-@pytest.mark.slow_cases("*-1")
+@pytest.mark.slow_cases("*-1", "256-*")
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("vectors", [256, 1])
 def test_kernels_agree_for_every_vector_size(vectors, tokens):

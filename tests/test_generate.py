@@ -48,6 +48,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow_cases("kivi-greedy")
 @pytest.mark.slow_cases("*prompt lookup", "*left-padded batch of 4", "*sampling", "squat*")
 @pytest.mark.nightly_cases("kivi-prompt lookup", "squat-sampling")
 @pytest.mark.parametrize("mode", MODES)

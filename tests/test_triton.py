@@ -521,6 +521,7 @@ def test_grids_stay_within_the_limits_of_cuda(monkeypatch):
             assert grid[0] < 1 << 31 and all(size <= 65535 for size in grid[1:]), (name, grid)
 
 
+@pytest.mark.slow
 def test_the_first_gpu_stage_detects_wrong_results(monkeypatch):
     """`benchmarks/gpu.py` with small shapes: correct results pass its comparison, wrong ones fail."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
@@ -605,6 +606,7 @@ TOY = {
 }
 
 
+@pytest.mark.slow_cases("tune")
 @pytest.mark.slow_cases("generates", "step", "throughput")
 @pytest.mark.parametrize("stage", TOY)
 def test_gpu_stages_run_at_toy_size(stage, monkeypatch, tables):
