@@ -65,7 +65,7 @@ def test_attention_over_codes_equals_the_reference(scheme, dtype, shape, present
 ALIKE = dict(scheme="waterfill", rich_key_fields=(0, 0), rich_value_fields=(0, 0))
 
 
-@pytest.mark.slow_cases("waterfill-3-*", "*residual": 64*")
+@pytest.mark.slow_cases("waterfill-3-*", "*post*")
 @pytest.mark.parametrize("present", [True, False])
 @pytest.mark.parametrize(
     ("scheme", "dtype", "shape"),
