@@ -8,6 +8,7 @@ accumulates, so that memory does not grow with contexts.
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -214,6 +215,13 @@ for _name, _module in (  # the last is preferred
     implements("paged_attend_one", _name, _module.HAS, _module.refuses, lowering=_name.partition("-")[0])(
         _module.SingleQueryAttention
     )
+if find_spec("triton") is not None:
+    from . import single_query_triton
+
+    implements(
+        "paged_attend_one", "triton", single_query_triton.HAS, single_query_triton.refuses,
+        by_name_only=single_query_triton.BY_NAME_ONLY,
+    )(single_query_triton.SingleQueryAttention)  # fmt: skip
 
 
 @implements("paged_attend", "reference")
