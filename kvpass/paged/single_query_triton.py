@@ -60,13 +60,13 @@ class SingleQueryAttention:
         pools = *layer.blocks.key, *layer.blocks.value
         if any(stride % _WORD for stride in self._bytes) or any(pool.data_ptr() % _WORD for pool in pools):
             raise KVPassError(
-                f"Blocks, heads and pages begin {self._bytes} bytes apart, but the kernel reads words: use a block size "
-                f"that is a multiple of {_WORD}."
+                f"Blocks, heads and pages are {self._bytes} bytes apart, but the kernel reads words: use a block size that "
+                f"is a multiple of {_WORD}."
             )
         sinks = [layer.blocks.head.get(f"{side}.sinks") for side in ("key", "value")]
         self._stored = *layer.blocks.key, sinks[0], *layer.blocks.value, sinks[1], window
-        places = dict(slots=codes.shape[2], places=window.shape[2])
-        self._layouts = [one._replace(**places) for one in layouts_of(self._specs, "", self._head_dim)]
+        layouts = layouts_of(self._specs, "", self._head_dim)
+        self._layouts = [one._replace(slots=codes.shape[2], places=window.shape[2]) for one in layouts]
         self._points = [
             grid(spec.quantizer.grid, window.device) if spec.quantizer.grid else None for spec in self._specs
         ]
@@ -113,4 +113,5 @@ class SingleQueryAttention:
         center = self._layer.blocks.head.get("key.center")
         if center is None:
             return None
-        return (q.unflatten(1, (self._heads, -1)).float() * center[blocks[:, 0]].float()).sum(-1)
+        shift: Tensor = (q.unflatten(1, (self._heads, -1)).float() * center[blocks[:, 0]].float()).sum(-1)
+        return shift

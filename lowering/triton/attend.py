@@ -140,8 +140,8 @@ def attend_split(
     call = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query, start)
 
     attend_tile(
-        q, q_packed, key, value, k_ring, v_ring, k_new, v_new, rope, call, n, k_rows, v_rows, partial, partial_lse, Q, K,
-        V, ROWS, TOGETHER, EXACT, STAGES,
+        q, q_packed, key, value, k_ring, v_ring, k_new, v_new, rope, call, n, k_rows, v_rows, partial, partial_lse, Q,
+        K, V, ROWS, TOGETHER, EXACT, STAGES,
     )  # fmt: skip
 
 

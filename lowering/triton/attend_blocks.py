@@ -28,8 +28,8 @@ def _pool_of(codes, scale, zero_point, points, offset, table):
 
 @triton.jit(do_not_specialize=["blocks_row", "window_row"])
 def attend_blocks(
-    q, k_codes, k_scale, k_zero, k_sinks, v_codes, v_scale, v_zero, v_sinks, window, q_packed, shift, k_points, v_points,
-    partial, partial_lse, total, blocks, window_blocks, blocks_row, window_row, scale, lead, block_bytes, head_bytes,
+    q, k_codes, k_scale, k_zero, k_sinks, v_codes, v_scale, v_zero, v_sinks, window, q_packed, shift, k_points,
+    v_points, partial, partial_lse, total, blocks, window_blocks, blocks_row, window_row, scale, lead, block_bytes, head_bytes,
     slot_bytes, window_block, window_head, window_place, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     ROWS: tl.constexpr, TOGETHER: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
