@@ -1,6 +1,7 @@
 """Triton kernels over a server's blocks against the reference: on a GPU if there is one, otherwise in the interpreter,
 as in `test_triton`."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,13 +11,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.lowering import reference
-from kvpass.lowering.table import select
 from kvpass.paged import paged_attention
 from kvpass.paged.batch import Batch, BlockTable
 from kvpass.paged.block_layout import BlockLayout
 from kvpass.paged.paged_attention import Codecs, Layer
 
-from common import coded, dtypes, only_reference, randn, seeds
+from common import coded, dtypes, only_reference, randn, recoded, seeds
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", minversion="3.7" if DEVICE == "cpu" else None)  # as in `test_triton`
@@ -38,7 +38,8 @@ class NeverWaits(TorchDispatchMode):
 
 
 def layer_of(key, value, heads, dim, dtype, blocks, windows, slots=2, padding=0):
-    """A layer with random pages, sinks and exact tokens. Block 0, which no request has, holds NaN."""
+    """The bytes of blocks, and a layer over them with random pages, sinks and exact tokens. Block 0, which no request
+    has, holds NaN."""
     size = key.page_size * (slots + -(-key.retention.sinks // key.page_size))
     layout = BlockLayout(key, value, dim, dtype, size)
     nbytes = heads * size * layout.bytes_per_token
@@ -54,7 +55,7 @@ def layer_of(key, value, heads, dim, dtype, blocks, windows, slots=2, padding=0)
     for scale, bits in ((views.key[1], key.bits), (views.value[1], value.bits)):
         scale.mul_(2.0**-bits)
     window[0] = torch.nan
-    return layout, Layer(views, window, key, value, (CODECS, CODECS), dim**-0.5 * 1.5)
+    return raw, Layer(views, window, key, value, (CODECS, CODECS), dim**-0.5 * 1.5)
 
 
 def tables(generator, totals, sizes, counts, shared):
@@ -139,3 +140,29 @@ def test_a_step_of_single_tokens_waits_for_nothing():
     with NeverWaits():
         paged_attention.attend(batch, layer, q, got)
     torch.testing.assert_close(got, expected)
+
+
+@settings(max_examples=20)
+@given(st.data())
+@only_reference()
+def test_stored_bytes_equal_the_references(data):
+    """Exact tokens, sinks and due pages of requests that bring none, one or many tokens; nothing else is written."""
+    key, value, dim = data.draw(specs())
+    key, dtype, heads = recoded(key, center=False), data.draw(dtypes), data.draw(st.integers(1, 2))
+    page, first = key.page_size, key.retention.sinks + key.retention.residual
+    requests = st.tuples(
+        st.sampled_from((0, 2, first + page - 1, first + 2 * page - 1)), st.sampled_from((0, 1, 1, 5, page + 1))
+    )
+    past, new = zip(*data.draw(st.lists(requests, min_size=1, max_size=3)), strict=True)
+    layout = BlockLayout(key, value, dim, dtype, page * (2 + -(-key.retention.sinks // page)))
+    totals = [before + count for before, count in zip(past, new, strict=True)]
+    generator = torch.Generator().manual_seed(data.draw(seeds))
+    batch, counts = batch_of(layout, totals, generator, new=new, most=max(new) + data.draw(st.sampled_from((1, 3))))
+    kv = randn(5, 2, sum(new) + 2, heads, dim, dtype=dtype).to(DEVICE)
+    found = []
+    for make in (paged_attention._in_torch, paged_attention.store_triton.Storing):
+        raw, layer = layer_of(key, value, heads, dim, dtype, *counts)
+        with NeverWaits() if found else nullcontext():
+            paged_attention.store(batch, layer._replace(storing=make(layer)), *kv)
+        found.append([one.view(torch.uint8) for one in (raw, layer.window)])
+    assert all(mine.equal(theirs) for mine, theirs in zip(*found, strict=True))

@@ -145,6 +145,11 @@ class Batch:
         return owner, self.past[owner] + index
 
     @cached_property
+    def longest(self) -> int:
+        """The most new tokens of a request."""
+        return int((self.total - self.past).max()) if self.most is None else self.most
+
+    @cached_property
     def in_window(self) -> tuple[Tensor, Tensor]:
         """The window block of each new token, and its place there: ``[T]`` each."""
         return self.window.find(*self.new)

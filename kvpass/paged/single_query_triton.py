@@ -19,7 +19,7 @@ from ..errors import KVPassError
 from ..lowering.table import DispatchKey
 from ..lowering.triton.attend import merge_splits
 from ..lowering.triton.attend_blocks import attend_blocks
-from ..lowering.triton.configs import INTERPRETED, WIDTHS, cdiv, refuses_device, splits_of
+from ..lowering.triton.configs import WIDTHS, cdiv, refuses_device, splits_of
 from ..lowering.triton.kernel_arguments import MERGED_AT_ONCE, OPERANDS, operand_dtype
 from ..lowering.triton.launch import case_of, layouts_of, refuses_pages
 from ..lowering.triton.scores import Rules
@@ -34,7 +34,6 @@ _WORD = 4  # bytes
 
 HAS = _VALUES | {"center"}, _VALUES
 """Features of keys, and of values, that are supported."""
-BY_NAME_ONLY = INTERPRETED
 
 
 def refuses(dispatch: DispatchKey) -> str | None:
@@ -60,8 +59,8 @@ class SingleQueryAttention:
         pools = *layer.blocks.key, *layer.blocks.value
         if any(stride % _WORD for stride in self._bytes) or any(pool.data_ptr() % _WORD for pool in pools):
             raise KVPassError(
-                f"Blocks, heads and pages are {self._bytes} bytes apart, but the kernel reads words: use a block size that "
-                f"is a multiple of {_WORD}."
+                f"Blocks, heads and pages are {self._bytes} bytes apart, but the kernel reads words: use a block size "
+                f"that is a multiple of {_WORD}."
             )
         sinks = [layer.blocks.head.get(f"{side}.sinks") for side in ("key", "value")]
         self._stored = *layer.blocks.key, sinks[0], *layer.blocks.value, sinks[1], window

@@ -9,29 +9,21 @@ import triton.language as tl
 
 from .attend import attend_tile
 from .scores import Call, Rope, Window
-from .unpacking import Pool, Table, packed_rows
-
-
-@triton.jit
-def _moved(data, offset):
-    """``data`` moved by ``offset`` bytes."""
-    return data + offset // (data.dtype.element_ty.primitive_bitwidth // 8)
+from .unpacking import Pool, Table, moved, packed_rows
 
 
 @triton.jit
 def _pool_of(codes, scale, zero_point, points, offset, table):
     """The pool of a head, which is ``offset`` bytes from the start of a block."""
-    return Pool(
-        _moved(codes, offset), _moved(scale, offset), _moved(zero_point, offset), points, None, None, table
-    )  # fmt: skip
+    return Pool(moved(codes, offset), moved(scale, offset), moved(zero_point, offset), points, None, None, table)
 
 
 @triton.jit(do_not_specialize=["blocks_row", "window_row"])
 def attend_blocks(
     q, k_codes, k_scale, k_zero, k_sinks, v_codes, v_scale, v_zero, v_sinks, window, q_packed, shift, k_points,
-    v_points, partial, partial_lse, total, blocks, window_blocks, blocks_row, window_row, scale, lead, block_bytes, head_bytes,
-    slot_bytes, window_block, window_head, window_place, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    ROWS: tl.constexpr, TOGETHER: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
+    v_points, partial, partial_lse, total, blocks, window_blocks, blocks_row, window_row, scale, lead, block_bytes,
+    head_bytes, slot_bytes, window_block, window_head, window_place, Q: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention over one split of a request's packed tokens, or over all its other tokens. Grid, splits and results are
     those of `attend.attend_split`.
@@ -52,7 +44,7 @@ def attend_blocks(
     value = _pool_of(v_codes, v_scale, v_zero, v_points, offset, pages)
     if k_sinks is not None:
         offset += tl.load(blocks) * block_bytes
-        k_sinks, v_sinks = _moved(k_sinks, offset), _moved(v_sinks, offset)
+        k_sinks, v_sinks = moved(k_sinks, offset), moved(v_sinks, offset)
     tokens, window = Table(window_blocks, 0, window_block, window_place), window + head * window_head
     attend_tile(
         q, q_packed, key, value, Window(k_sinks, window, tokens), Window(v_sinks, window + V.dim, tokens), None, None,

@@ -146,13 +146,18 @@ def offset_of(table, index, in_bounds, SIZE: tl.constexpr):
 
 
 @triton.jit
+def moved(data, offset):
+    """``data`` moved by ``offset`` bytes."""
+    return data + offset // (data.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.jit
 def lines_of(data, pool, row, line, in_bounds, LINES: tl.constexpr, L: tl.constexpr):
     """Find ``line`` of the page of each row in a tensor of pages with ``LINES`` lines. Returns the pointers that lines
     are counted from, and the numbers of the lines."""
     page = row >> rows_per_page_log2(L)
     if L.slots:
-        item: tl.constexpr = data.dtype.element_ty.primitive_bitwidth // 8
-        data += (offset_of(pool.table, page, in_bounds, L.slots) // item)[:, None]
+        data = moved(data, offset_of(pool.table, page, in_bounds, L.slots)[:, None])
     else:
         line += page * LINES
     return data, line
