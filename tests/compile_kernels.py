@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from typing import NamedTuple
 from unittest import mock
@@ -28,7 +29,7 @@ from kvpass.codec.tensors import Pack
 from kvpass.lowering.call_types import AppendLayersCall, AttendCall
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.lowering.triton import append, configs, launch, quantize
-from kvpass.paged import paged_attention, single_query_triton
+from kvpass.paged import paged_attention, single_query_triton, store_triton
 from kvpass.paged.batch import Batch, BlockTable
 from kvpass.paged.block_layout import BlockLayout
 from kvpass.schemes import LayerGeometry, get
@@ -163,6 +164,13 @@ def attend_blocks(
     attention(torch.zeros(2, heads, dim, dtype=layer.window.dtype), batch, batch.tiles[0])
 
 
+def store_blocks(scheme="kivi", dim=128, groups=8, dtype="bfloat16", tokens=1, **fields) -> None:
+    """Store ``tokens`` tokens of each of two requests in a server's blocks."""
+    layer, batch = blocks_layer(scheme, dim, groups, dtype, **fields)
+    new = torch.zeros(2 * tokens, groups, dim, dtype=layer.window.dtype)
+    store_triton.Storing(layer)(replace(batch, most=tokens), new, new)
+
+
 def quantize_pages(
     bits, per="channel", page=32, group=32, dim=128, dtype="bfloat16", eta=0.0, block=0, **others
 ) -> None:  # fmt: skip
@@ -206,6 +214,7 @@ RUN = {
     "attend": attend,
     "fields": attend_fields,
     "blocks": attend_blocks,
+    "store": store_blocks,
     "quantize": quantize_pages,
     "append": append_tokens,
 }

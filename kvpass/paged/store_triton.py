@@ -52,8 +52,8 @@ class Storing:
         with torch.cuda.device_of(window):
             write_exact[requests, self._heads, cdiv(most, per_program)](
                 k, v, window, *self._sinks, batch.start, batch.past, batch.total, blocks, tokens, *rows,
-                *k.stride()[:2], *v.stride()[:2], *self._bytes[:2], *window.stride()[:3], self._head_dim, sinks, window.shape[2],
-                per_program, enable_fp_fusion=False,
+                *k.stride()[:2], *v.stride()[:2], *self._bytes[:2], *window.stride()[:3], self._head_dim, sinks,
+                window.shape[2], per_program, enable_fp_fusion=False,
             )  # fmt: skip
             for (_, spec, pools, _), exact in zip(layer.sides, layer.windows, strict=True):
                 codec, pages = codec_of(spec, self._head_dim, pools[1].dtype), cdiv(most, spec.page_size)
