@@ -1,7 +1,8 @@
 """The dispatcher: selects an implementation of an op by device, specs and shape.
 
 Each choice is logged once. ``lowering=`` overrides it. The ops are those of `kvpass.ops`, and attention over a server's
-blocks (`kvpass.paged.paged_attention`): "paged_attend", and "paged_attend_one" for one token per request.
+blocks (`kvpass.paged.paged_attention`): "paged_attend", "paged_attend_one" for one token per request, and
+"paged_store" before both.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _Run = TypeVar("_Run", bound=Callable[..., Any])
 AUTO = "auto"
 EAGER = "eager"
 """The lowering of implementations in plain PyTorch, which compile nothing."""
-STORING = ("quantize", "append_", "append_layers_")
+STORING = ("quantize", "append_", "append_layers_", "paged_store")
 FEW = 16
 """A call with at most this many query tokens is a decode step or verifies drafts; a larger one is a prompt."""
 

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from typing import NamedTuple
 from unittest import mock
@@ -28,6 +29,9 @@ from kvpass.codec.tensors import Pack
 from kvpass.lowering.call_types import AppendLayersCall, AttendCall
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.lowering.triton import append, configs, launch, quantize
+from kvpass.paged import paged_attention, single_query_triton, store_triton
+from kvpass.paged.batch import Batch, BlockTable
+from kvpass.paged.block_layout import BlockLayout
 from kvpass.schemes import LayerGeometry, get
 
 from common import coded
@@ -138,6 +142,35 @@ def attend_fields(
     launch.attend(AttendCall(q, *past, 512, new, new, mask, causal, 0.1, softcap, plan.key, plan.value))
 
 
+def blocks_layer(scheme, dim, groups, dtype, **fields):
+    """A layer of 16 blocks of 128 tokens, and a batch of two requests that bring a token each."""
+    dtype = getattr(torch, dtype)
+    plan = get(scheme, **fields).plan_of(LayerGeometry(0, 1, groups, dim, dtype, torch.device("cpu"), None))
+    layout = BlockLayout(plan.key, plan.value, dim, dtype, 128)
+    views = layout.views(torch.zeros(16, groups, 128, layout.bytes_per_token, dtype=torch.uint8))
+    window, codecs = torch.zeros(16, groups, 16, 2 * dim, dtype=dtype), (None, None)
+    layer = paged_attention.Layer(views, window, plan.key, plan.value, codecs, 0.1)
+    blocks, start = torch.zeros(2, 32, dtype=torch.int64), torch.arange(3)
+    pages, exact = BlockTable(blocks, layout.slots), BlockTable(blocks, 16)
+    return layer, Batch(start, start[:2] + 300, start[:2] + 301, pages, exact, layout.lead, most=1)
+
+
+def attend_blocks(
+    scheme="kivi", dim=128, heads=32, groups=8, softcap=0.0, dtype="bfloat16", **fields
+) -> None:  # fmt: skip
+    """Attend to one token of each of two requests over a server's blocks."""
+    layer, batch = blocks_layer(scheme, dim, groups, dtype, **fields)
+    attention = single_query_triton.SingleQueryAttention(layer._replace(softcap=softcap))
+    attention(torch.zeros(2, heads, dim, dtype=layer.window.dtype), batch, batch.tiles[0])
+
+
+def store_blocks(scheme="kivi", dim=128, groups=8, dtype="bfloat16", tokens=1, **fields) -> None:
+    """Store ``tokens`` tokens of each of two requests in a server's blocks."""
+    layer, batch = blocks_layer(scheme, dim, groups, dtype, **fields)
+    new = torch.zeros(2 * tokens, groups, dim, dtype=layer.window.dtype)
+    store_triton.Storing(layer)(replace(batch, most=tokens), new, new)
+
+
 def quantize_pages(
     bits, per="channel", page=32, group=32, dim=128, dtype="bfloat16", eta=0.0, block=0, **others
 ) -> None:  # fmt: skip
@@ -163,23 +196,35 @@ def chosen_on_cuda() -> dict[str, str]:
         "quarot": [coded(4, "token", 32, 32, rotation=0, center=c) for c in (True, False)],
         "higgs": [coded(4, "token", 128, 32, rotation=0, grid="d2n16", center=c) for c in (True, False)],
     }
-    used = {"attend": slice(2), "append_layers_": slice(1, 2)}  # layers whose keys have a mean are not stored together
+    used = {
+        "attend": slice(2),
+        "paged_attend_one": slice(2),
+        "append_layers_": slice(1, 2),
+    }  # layers whose keys have a mean are not stored together
     plan = get("waterfill").plan(LayerGeometry(0, 1, 8, 128, torch.bfloat16, torch.device("cpu")))
     fields = DispatchKey("attend", "cuda", (str(plan.key), str(plan.value)), 1, 128)
     return {"attend, waterfill": select(fields).name} | {
         f"{op}, {name}": select(DispatchKey(op, "cuda", tuple(map(str, specs[used.get(op, slice(1))])), 1, 128)).name
-        for op in ("attend", "quantize", "append_", "append_layers_")
+        for op in ("attend", "paged_attend_one", "quantize", "append_", "append_layers_")
         for name, specs in layers.items()
     }
+
+
+RUN = {
+    "attend": attend,
+    "fields": attend_fields,
+    "blocks": attend_blocks,
+    "store": store_blocks,
+    "quantize": quantize_pages,
+    "append": append_tokens,
+}
 
 
 def main(archs: str, *cases: str) -> None:
     print(json.dumps(chosen_on_cuda()))
     for case in cases:
         arguments = json.loads(case)
-        run = {"attend": attend, "fields": attend_fields, "quantize": quantize_pages, "append": append_tokens}[
-            arguments.pop("op")
-        ]
+        run = RUN[arguments.pop("op")]
         for arch in map(int, archs.split(",")):
             with compiling(arch) as launches:
                 run(**arguments)

@@ -25,6 +25,8 @@ KERNELS = {
         "merge_fields",
         "fields_to_channels",
     },
+    "blocks": {"attend_blocks", "merge_splits"},
+    "store": {"write_exact", "quantize_due"},
     "quantize": {"quantize_pages"},
     "append": {"write_windows"},
 }
@@ -74,6 +76,16 @@ CASES = {
     "waterfill": dict(op="fields"),
     "waterfill, small heads": dict(op="fields", dim=64, heads=9, groups=3, dtype="float16"),
     "waterfill, 5 queries, mask": dict(op="fields", queries=5, mask=True),
+    "kivi in blocks": dict(op="blocks"),
+    "1 bit in blocks, after sinks, float16": dict(op="blocks", scheme="kivi-sinks", bits=1, dtype="float16"),
+    "4 bits in blocks": dict(op="blocks", scheme="kivi-4", dim=64, heads=9, groups=3),
+    "8 bits per token in blocks, softcap": dict(op="blocks", scheme="rtn", bits=8, softcap=30.0),
+    "higgs in blocks": dict(op="blocks", scheme="higgs-sinks"),
+    "float32 in blocks": dict(op="blocks", dtype="float32"),
+    "store a token in blocks": dict(op="store"),
+    "store a prompt in blocks": dict(
+        op="store", scheme="kivi-sinks", bits=4, dim=64, groups=3, dtype="float32", tokens=40
+    ),
     "a token of each layer": dict(op="append"),
     "a draft in each layer": dict(op="append", tokens=9, dim=80, dtype="float32"),
     "encode keys": dict(op="quantize", bits=2),

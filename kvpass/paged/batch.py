@@ -126,6 +126,8 @@ class Batch:
     past, total: ``[R]`` int64, tokens stored before this step and after it.
     pages, window: block tables of pages, in slots, and of exact tokens.
     lead: slots of a request's first block that hold no page.
+    most: the most new tokens of a request, if the host knows it. With 1, every request brings one, and no step waits
+        for the device. Requests without any, which pad a batch, may come last; then so does padding of the new tokens.
     """
 
     start: Tensor
@@ -134,12 +136,18 @@ class Batch:
     pages: BlockTable
     window: BlockTable
     lead: int
+    most: int | None = None
 
     @cached_property
     def new(self) -> tuple[Tensor, Tensor]:
         """The request of each new token, and its position: ``[T]`` each."""
         owner, index = ragged(self.total - self.past)
         return owner, self.past[owner] + index
+
+    @cached_property
+    def longest(self) -> int:
+        """The most new tokens of a request."""
+        return int((self.total - self.past).max()) if self.most is None else self.most
 
     @cached_property
     def in_window(self) -> tuple[Tensor, Tensor]:
@@ -171,6 +179,9 @@ class Batch:
     @cached_property
     def tiles(self) -> list[Tiles]:
         """All queries, in one list entry for requests that bring one token and one for requests that bring more."""
+        if self.most == 1:
+            owner = torch.arange(len(self.past), device=self.past.device)
+            return [Tiles(owner, self.start[:-1, None], self.past[:, None])]
         new = self.total - self.past
         kinds = ((new == 1).nonzero().flatten(), (new > 1).nonzero().flatten())
         return [self._tiled(one, _tile_size(new[one])) for one in kinds if len(one)]

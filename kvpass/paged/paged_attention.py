@@ -8,6 +8,7 @@ accumulates, so that memory does not grow with contexts.
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ class Layer(NamedTuple):
     softcap: 0 for none.
     kernel: ``(q, batch, tiles)`` to the attention of one token of each request, ``[N, H_q, D]``, as `with_kernel`
         chooses it; None dequantizes pages, as for several tokens.
+    storing: ``(batch, k, v)`` to nothing, what `store` does, as `with_kernel` chooses it; None is in plain torch.
     """
 
     blocks: Blocks
@@ -50,6 +52,7 @@ class Layer(NamedTuple):
     softcap: float = 0.0
     calibrated: CalibratedLayer | None = None
     kernel: Callable[[Tensor, Batch, Tiles], Tensor] | None = None
+    storing: Callable[[Batch, Tensor, Tensor], None] | None = None
 
     def dispatch(self, op: str, queries: int) -> DispatchKey:
         """What decides who attends with ``queries`` tokens of a request, 0 for any number of them."""
@@ -102,8 +105,9 @@ class Layer(NamedTuple):
 
 
 def with_kernel(layer: Layer) -> Layer:
-    """``layer`` with what attends to single tokens of requests."""
-    return layer._replace(kernel=select(layer.dispatch("paged_attend_one", 1)).run(layer))
+    """``layer`` with what attends to single tokens of requests, and with what stores tokens."""
+    kernel, storing = (select(layer.dispatch(*op)).run(layer) for op in (("paged_attend_one", 1), ("paged_store", 0)))
+    return layer._replace(kernel=kernel, storing=storing)
 
 
 def warm(layer: Layer, q_heads: int) -> None:
@@ -126,6 +130,16 @@ def warm(layer: Layer, q_heads: int) -> None:
 def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
     """Store the new tokens of all requests, ``k`` and ``v`` ``[T, H, D]``, and quantize the pages that leave the
     window."""
+    (layer.storing or partial(_store, layer))(batch, k, v)
+
+
+@implements("paged_store", "reference")
+def _in_torch(layer: Layer) -> Callable[[Batch, Tensor, Tensor], None]:
+    """What stores tokens in plain torch."""
+    return partial(_store, layer)
+
+
+def _store(layer: Layer, batch: Batch, k: Tensor, v: Tensor) -> None:
     block, place = batch.in_window
     k, v = k[: len(block)], v[: len(block)]  # the rest is padding of the batch
     layer.window[block, :, place] = torch.cat([k, v], -1)
@@ -214,6 +228,15 @@ for _name, _module in (  # the last is preferred
     implements("paged_attend_one", _name, _module.HAS, _module.refuses, lowering=_name.partition("-")[0])(
         _module.SingleQueryAttention
     )
+if find_spec("triton") is not None:
+    from ..lowering.triton.configs import INTERPRETED
+    from . import single_query_triton, store_triton
+
+    for _op, _found, _run in (
+        ("paged_attend_one", single_query_triton, single_query_triton.SingleQueryAttention),
+        ("paged_store", store_triton, store_triton.Storing),
+    ):
+        implements(_op, "triton", _found.HAS, _found.refuses, by_name_only=INTERPRETED)(_run)
 
 
 @implements("paged_attend", "reference")

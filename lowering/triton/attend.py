@@ -68,7 +68,7 @@ def _over_pages(
             v_words = load_paired_words(value, first, stop, ROWS, V, V_FORMAT)
         elif not V_EXACT:
             column, col_mask = channels(V, V.code)
-            v_words = load_words(value.codes, first, stop, column, col_mask, ROWS, V)
+            v_words = load_words(value, first, stop, column, col_mask, ROWS, V)
         for part in tl.range(0, K.planes, TOGETHER, num_stages=STAGES):
             logits, highest = (), tl.full((q[0].shape[0], ROWS), -float("inf"), tl.float32)
             for i in tl.static_range(TOGETHER):
@@ -126,7 +126,7 @@ def attend_split(
     """
     n = tl.load(length).to(tl.int32)
     k_rows, v_rows = packed_rows(n, K), packed_rows(n, V)
-    group, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1) - 1
+    group = tl.program_id(0).to(tl.int64)
     if lower is not None:
         lower, boosted = boosted_of(lower, boosted, group, k_stride, K)
     k_zero = zero_points_of(k_zero, group, k_params, K)
@@ -139,6 +139,22 @@ def attend_split(
     start = tl.load(starts + group // Q.groups).to(tl.int32) if starts is not None else None
     call = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query, start)
 
+    attend_tile(
+        q, q_packed, key, value, k_ring, v_ring, k_new, v_new, rope, call, n, k_rows, v_rows, partial, partial_lse, Q,
+        K, V, ROWS, TOGETHER, EXACT, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_tile(
+    q, q_packed, key, value, k_ring, v_ring, k_new, v_new, rope, call, stored, k_rows, v_rows, partial, partial_lse,
+    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
+    EXACT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """What a program of `attend_split` does. The first ``stored`` tokens are in pages and rings, and the others are
+    new."""
+    group, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1) - 1
+    mask, shift, scale, start = call.mask, call.shift, call.scale, call.start
     row, row_mask, query = query_rows(tl.program_id(2) * Q.tile, group, call, Q)
     shift = shifts_of(row, row_mask, call) if shift is not None else None
     mask = mask_lines(row, row_mask, query, group, call, Q) if mask is not None else None
@@ -161,20 +177,20 @@ def attend_split(
             peak, total, out, rotated, shift, scale, mask, start, v_rows, k_rows, k_rows, key, value, v_ring, rope,
             parts, True, Q, K, V, ROWS, TOGETHER, STAGES,
         )  # fmt: skip
-        packed, stop = k_rows * K.planes, n + queries
+        packed, stop = k_rows * K.planes, call.n + call.queries
         exact_q = query_tiles(q, row, row_mask, parts, K.dim, Q)
         for first in tl.range(0, stop - packed, EXACT, num_stages=1):
             tokens = exact_tokens(first, packed, EXACT, K)
-            k = exact_keys(k_ring, k_new, tokens, n, stop, rope, parts, K)
+            k = exact_keys(k_ring, k_new, tokens, stored, stop, rope, parts, K)
             s = scores(exact_q, k, None, scale, mask, tokens, seen_by(query, tokens, call, Q), Q)
             peak, total, out, base = _rescale(peak, total, out, tl.max(s, 1))
             p = tl.exp2(s - base[:, None])
-            v = ring_rows(v_ring, tokens, tokens < n, v_channel, v_col_mask, V)
-            v = with_present(v, v_new, tokens, n, stop, v_channel, v_col_mask, V)
+            v = ring_rows(v_ring, tokens, tokens < stored, v_channel, v_col_mask, V)
+            v = with_present(v, v_new, tokens, stored, stop, v_channel, v_col_mask, V)
             out = tl.dot(p.to(Q.operand), v.to(Q.operand), out, input_precision="ieee")
             total += tl.sum(p, 1)
 
-    at = row + (group * splits + split) * (Q.heads // Q.groups) * queries
+    at = row + (group * splits + split) * (Q.heads // Q.groups) * call.queries
     divisor = tl.where(total > 0, total, 1.0)
     out = out / divisor[:, None]
     tl.store(partial + at[:, None] * K.dim + v_channel[None, :], out, mask=row_mask[:, None] & v_col_mask[None, :])

@@ -56,16 +56,28 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return f"it supports 1 to {FEW} query tokens."
     if why := refuses_shapes(dispatch):
         return why
-    if not 16 <= dispatch.head_dim <= 256:
-        return f"head_dim must be from 16 to 256, not {dispatch.head_dim}."
-    key, _ = specs = [parse(text) for text in dispatch.specs]
+    specs = [parse(text) for text in dispatch.specs]
+    if why := refuses_pages(specs, dispatch.head_dim):
+        return why
+    if any(isinstance(spec.codec, Allocation) for spec in specs):
+        return refuses_fields(specs)
+    if specs[0].transform.page_rope:
+        return "keys with page-relative RoPE and one bit width for all channels have to be dequantized first."
+    return None
+
+
+def refuses_pages(specs: list[CodecSpec], head_dim: int) -> str | None:
+    """Why the kernels cannot read pages of keys and values with supported features, or None."""
+    if not 16 <= head_dim <= 256:
+        return f"head_dim must be from 16 to 256, not {head_dim}."
+    key, _ = specs
     of_keys, (k_retention, v_retention) = key.transform, (spec.retention for spec in specs)
     if of_keys.pre_rope and (of_keys.rotation is not None or key.quantizer.grid):
         return "keys on grids, or rotated by a Hadamard matrix, before rotary embedding have to be dequantized first."
     if any(spec.quantizer.dim > 2 for spec in specs):
         return "grids must have at most 2 dimensions."
-    if any(spec.quantizer.dim > 1 for spec in specs) and dispatch.head_dim < GRID_ROWS:
-        return f"grids of 2 dimensions need a head_dim of at least {GRID_ROWS}, not {dispatch.head_dim}."
+    if any(spec.quantizer.dim > 1 for spec in specs) and head_dim < GRID_ROWS:
+        return f"grids of 2 dimensions need a head_dim of at least {GRID_ROWS}, not {head_dim}."
     if (k_retention.page_size, k_retention.sinks) != (v_retention.page_size, v_retention.sinks):
         return "keys and values must share page_size and sinks."
     if not power_of_two(key.page_size):
@@ -74,10 +86,6 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return "values must not leave the residual window before their keys."
     if isinstance(key.codec, Boosted) and key.page_size // max(num_planes(spec.bits) for spec in specs) < _PRODUCT:
         return f"boosted channels need {_PRODUCT} tokens per page for each bit plane, not {key.page_size} in all."
-    if any(isinstance(spec.codec, Allocation) for spec in specs):
-        return refuses_fields(specs)
-    if of_keys.page_rope:
-        return "keys with page-relative RoPE and one bit width for all channels have to be dequantized first."
     return None
 
 
@@ -102,7 +110,7 @@ def case_of(
 
 
 @cache
-def _layouts(specs: tuple[CodecSpec, CodecSpec], rope: str, head_dim: int) -> tuple[Layout, Layout]:
+def layouts_of(specs: tuple[CodecSpec, CodecSpec], rope: str, head_dim: int) -> tuple[Layout, Layout]:
     """The layouts of pages of keys and of values."""
     planes = max(num_planes(spec.bits) for spec in specs)
     return _layout(specs[0], planes, head_dim, rope), _layout(specs[1], planes, head_dim)
@@ -154,7 +162,7 @@ class _Launch:
             self.config = replace(self.config, rows=min(self.config.rows, of_page))
         self.key, self.value = (_Side.of(pack, call.n, spec) for pack, spec in zip(call[1:3], self.specs, strict=True))
         self.boosted = self.key.boosted or (None, None)
-        self.layouts, self.rules = _layouts(self.specs, rope, self.head_dim), self._rules()
+        self.layouts, self.rules = layouts_of(self.specs, rope, self.head_dim), self._rules()
         self.planes = self.layouts[0].planes
         # rows of packed pages of keys and of values (see `unpacking`)
         self.packed_rows = tuple(spec.retention.packed(call.n) // self.planes for spec in self.specs)

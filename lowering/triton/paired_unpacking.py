@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvpass.codec.bitpack import FIELDS
 
-from .unpacking import INTERPRETED, channels, param_rows, rows_per_page_log2
+from .unpacking import INTERPRETED, channels, lines_of, lines_of_params, param_rows
 
 
 class PairFormat(NamedTuple):
@@ -61,10 +61,10 @@ def load_paired_words(pool, first, stop, ROWS: tl.constexpr, L: tl.constexpr, F:
     tokens: tl.constexpr = L.page // L.planes
     count: tl.constexpr = L.planes * L.bits // 8
     column, col_mask = channels(L, 2)
-    rows = first + tl.arange(0, ROWS)
-    line = (rows >> rows_per_page_log2(L)) * (L.page * L.bits // 8) + (rows & (tokens - 1))
-    at = pool.codes.to(tl.pointer_type(tl.uint16), bitcast=True) + line[:, None] * (L.dim // 2) + column[None, :]
-    row_mask = (tl.arange(0, ROWS) < stop - first)[:, None] & col_mask[None, :]
+    rows, in_bounds = first + tl.arange(0, ROWS), tl.arange(0, ROWS) < stop - first
+    codes, line = lines_of(pool.codes, pool, rows, rows & (tokens - 1), in_bounds, L.page * L.bits // 8, L)
+    at = codes.to(tl.pointer_type(tl.uint16), bitcast=True) + line[:, None] * (L.dim // 2) + column[None, :]
+    row_mask = in_bounds[:, None] & col_mask[None, :]
     read = ()
     for i in tl.static_range(count):
         word = tl.load(at + i * tokens * (L.dim // 2), mask=row_mask, other=0)
@@ -177,7 +177,9 @@ def paired_values(read, pool, first, stop, PLANE: tl.constexpr, L: tl.constexpr,
     for i in tl.static_range(1, len(WHERE)):
         more = _paired_codes(read[WHERE[i][0]], WHERE[i][1], WHERE[i][2], WHERE[i][3], F)
         x = _paired_fma(x, tl.full((), _in_both_halves(1.0, F.dtype), tl.int32), more, F.dtype)
-    line, row_mask = param_rows(first, stop, PLANE, rows, L)
+    row, within, row_mask = param_rows(first, stop, PLANE, rows, L)
+    scale, line = lines_of(pool.scale, pool, row, within, row_mask, lines_of_params(L), L)
+    zero_point, _ = lines_of(pool.zero_point, pool, row, within, row_mask, lines_of_params(L), L)
     if L.channelwise:
         column, col_mask = channels(L, 2)
         where, in_bounds = line[:, None] * (L.dim // 2) + column[None, :], row_mask[:, None] & col_mask[None, :]
@@ -190,7 +192,6 @@ def paired_values(read, pool, first, stop, PLANE: tl.constexpr, L: tl.constexpr,
         where, in_bounds = line[:, None] * groups + group[None, :], row_mask[:, None] & (group < groups)[None, :]
         shape: tl.constexpr = (rows, padded, pairs // padded)
         dim: tl.constexpr = 2
-    scale = _load_repeated(pool.scale, where, in_bounds, shape, dim)
-    return _as_floats(
-        _paired_fma(x, scale, _load_repeated(pool.zero_point, where, in_bounds, shape, dim), F.dtype), F.dtype
-    )
+    factor = _load_repeated(scale, where, in_bounds, shape, dim)
+    added = _load_repeated(zero_point, where, in_bounds, shape, dim)
+    return _as_floats(_paired_fma(x, factor, added, F.dtype), F.dtype)

@@ -47,7 +47,7 @@ def _round_toward(x, DTYPE: tl.constexpr, UP: tl.constexpr, EPS: tl.constexpr, T
 
 
 @triton.jit
-def _quantize(x, col_mask, C: tl.constexpr):
+def quantize_tile(x, col_mask, C: tl.constexpr):
     """Quantize a tile ``[tokens, columns]``: its codes, and the scales and zero points of its groups as stored."""
     if C.channelwise:
         groups = tl.reshape(x, (C.page // C.group, C.group, x.shape[1]))
@@ -81,7 +81,7 @@ def quantize_pages(
     token, channel, col_mask = tile_of(first, C)
     x = head_at(x, page, pages, x_batch, x_head, x_token, HEADS, C)
     x = tl.load(x + token[:, None] * x_token + channel[None, :], mask=col_mask[None, :], other=0).to(tl.float32)
-    code, step, zero = _quantize(x, col_mask, C)
+    code, step, zero = quantize_tile(x, col_mask, C)
     pack_fields(codes + page * (C.page * C.bits // 8) * C.dim, code, channel, col_mask, first, C)
     if C.channelwise:
         store_along_tokens(scale, step, page, channel, col_mask, C)
@@ -115,7 +115,7 @@ def quantize_compensated(
             at = (channel - C.span)[:, None] * rest + before * C.span + column[None, :]
             answer = tl.load(answers + at, mask=col_mask[:, None] & col_mask[None, :], other=0).to(tl.float32)
             y += tl.dot(errors[before], tl.trans(answer), input_precision="tf32x3")
-        code, step, zero = _quantize(y, col_mask, C)
+        code, step, zero = quantize_tile(y, col_mask, C)
         pack_fields(codes, code, channel, col_mask, 0, C)
         store_along_tokens(scale, step, page, channel, col_mask, C)
         store_along_tokens(zero_point, zero, page, channel, col_mask, C)
@@ -148,7 +148,8 @@ def refuses(dispatch: DispatchKey) -> str | None:
     return None
 
 
-def _codec(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> Codec:
+def codec_of(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> Codec:
+    """The constants of a kernel that quantizes by ``spec``, with scales and zero points of ``dtype``."""
     codes, planes, info = spec.quantizer, num_planes(spec.bits), torch.finfo(dtype)
     config = quantize_config(spec, planes, head_dim)
     return Codec(
@@ -171,7 +172,7 @@ def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tens
         return codes, scale, zero_point
     if x.stride(-1) != 1:
         x = x.contiguous()
-    codec, programs = _codec(spec, head_dim, scale.dtype), batch * heads * pages
+    codec, programs = codec_of(spec, head_dim, scale.dtype), batch * heads * pages
     with torch.cuda.device_of(x):
         if spec.transform.rotation is not None:
             x = hadamard(x, spec.transform.rotation)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .paired_unpacking import load_paired_words, paired_values
-from .unpacking import channels, load_words, values
+from .unpacking import Table, channels, load_words, offset_of, values
 
 LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))  # exp2 takes a third of the instructions of exp
 
@@ -60,6 +60,17 @@ class Rope(NamedTuple):
     row: tl.tensor
     center: tl.tensor | None
     head: tl.tensor
+
+
+class Window(NamedTuple):
+    """The exact tokens of a KV head of a request in a server's blocks.
+
+    sinks, tokens: pointers to the sinks, and to the head in block 0. table: the table of ``tokens``.
+    """
+
+    sinks: tl.tensor | None
+    tokens: tl.tensor
+    table: Table
 
 
 @triton.jit
@@ -138,7 +149,7 @@ def page_words(pool, first, stop, parts, ROWS: tl.constexpr, L: tl.constexpr, F:
         read = ()
         for i in tl.static_range(len(parts)):
             column, col_mask = parts[i]
-            read = read + (load_words(pool.codes, first, stop, column, col_mask, ROWS, L),)  # noqa: RUF005
+            read = read + (load_words(pool, first, stop, column, col_mask, ROWS, L),)  # noqa: RUF005
     return read
 
 
@@ -160,20 +171,27 @@ def page_keys(read, pool, first, stop, tokens, token_mask, plane, rope, parts, L
 
 @triton.jit
 def ring_rows(ring, tokens, token_mask, channel, col_mask, L: tl.constexpr):
-    """Exact ``tokens`` of the past; zeros where ``token_mask`` is False."""
-    slots = tl.where(tokens < L.sinks, tokens, L.sinks + (tokens - L.sinks) % L.window)
-    return tl.load(
-        ring + slots[:, None] * L.dim + channel[None, :], mask=token_mask[:, None] & col_mask[None, :], other=0
-    )
+    """Exact ``tokens`` of the past; zeros where ``token_mask`` is False. ring: a pointer, or a `Window`."""
+    if L.places:
+        start = ring.tokens + offset_of(ring.table, tokens, token_mask, L.places)
+        if ring.sinks is not None:
+            start = tl.where(tokens < L.sinks, ring.sinks + tokens * L.dim, start)
+        start = start[:, None]
+    else:
+        slots = tl.where(tokens < L.sinks, tokens, L.sinks + (tokens - L.sinks) % L.window)
+        start = ring + slots[:, None] * L.dim
+    return tl.load(start + channel[None, :], mask=token_mask[:, None] & col_mask[None, :], other=0)
 
 
 @triton.jit
 def with_present(past, new, tokens, n, stop, channel, col_mask, L: tl.constexpr):
-    """Rows of the ``past``; for ``tokens`` from ``n`` on, rows of the call's ``new`` tokens instead."""
-    token_mask = ((tokens >= n) & (tokens < stop))[:, None] & col_mask[None, :]
-    return tl.where(
-        token_mask, tl.load(new + (tokens - n)[:, None] * L.dim + channel[None, :], mask=token_mask, other=0), past
-    )
+    """Rows of the ``past``; for ``tokens`` from ``n`` on, rows of the call's ``new`` tokens instead. new: None if all
+    are stored."""
+    if new is not None:
+        token_mask = ((tokens >= n) & (tokens < stop))[:, None] & col_mask[None, :]
+        rows = tl.load(new + (tokens - n)[:, None] * L.dim + channel[None, :], mask=token_mask, other=0)
+        past = tl.where(token_mask, rows, past)
+    return past
 
 
 @triton.jit

@@ -24,6 +24,7 @@ class Layout(NamedTuple):
     pairs, interleaved: rotation of tokens when they are read (`kvpass.codec.rope`); 0 pairs means none.
     two_level: scales are 8-bit codes (`kvpass.codec.second_level`).
     boosted: number of boosted channels per page (`kvpass.codec.boost`).
+    slots, places: pages, and exact tokens, per block of a server; 0 if they lie one after the other.
     """
 
     bits: int
@@ -40,6 +41,21 @@ class Layout(NamedTuple):
     interleaved: bool = False
     two_level: bool = False
     boosted: int = 0
+    slots: int = 0
+    places: int = 0
+
+
+class Table(NamedTuple):
+    """Where a request's pages, or exact tokens, are in a server's blocks.
+
+    blocks: pointer to the numbers of the request's blocks. lead: places of its first block that are skipped.
+    block, place: strides between blocks, and between places of a block.
+    """
+
+    blocks: tl.tensor
+    lead: tl.tensor
+    block: tl.tensor
+    place: tl.tensor
 
 
 class Pool(NamedTuple):
@@ -49,6 +65,7 @@ class Pool(NamedTuple):
         scales and zero points.
     points: the points of the grid.
     lower, boosted: lower codes and indices of boosted channels.
+    table: the table of pages, with strides in bytes.
     """
 
     codes: tl.tensor
@@ -57,6 +74,7 @@ class Pool(NamedTuple):
     points: tl.tensor | None
     lower: tl.tensor | None
     boosted: tl.tensor | None
+    table: Table | None = None
 
 
 @triton.constexpr_function
@@ -120,16 +138,43 @@ def row_tokens(first, stop, ROWS: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def load_words(codes, first, stop, column, col_mask, ROWS: tl.constexpr, L: tl.constexpr, LOWER: tl.constexpr = False):
+def offset_of(table, index, in_bounds, SIZE: tl.constexpr):
+    """Offset of the page or token ``index`` of a request, whose blocks have ``SIZE`` of them."""
+    at = index + table.lead
+    block = tl.load(table.blocks + at // SIZE, mask=in_bounds, other=0)
+    return block * table.block + at % SIZE * table.place
+
+
+@triton.jit
+def moved(data, offset):
+    """``data`` moved by ``offset`` bytes."""
+    return data + offset // (data.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.jit
+def lines_of(data, pool, row, line, in_bounds, LINES: tl.constexpr, L: tl.constexpr):
+    """Find ``line`` of the page of each row in a tensor of pages with ``LINES`` lines. Returns the pointers that lines
+    are counted from, and the numbers of the lines."""
+    page = row >> rows_per_page_log2(L)
+    if L.slots:
+        data = moved(data, offset_of(pool.table, page, in_bounds, L.slots)[:, None])
+    else:
+        line += page * LINES
+    return data, line
+
+
+@triton.jit
+def load_words(pool, first, stop, column, col_mask, ROWS: tl.constexpr, L: tl.constexpr, LOWER: tl.constexpr = False):
     """The packed codes of rows ``[first, first + ROWS)``, one word each: ``[ROWS, columns]``; 0 from row ``stop`` on.
     ``LOWER`` reads the lower codes of boosted channels."""
     tokens: tl.constexpr = L.page // L.planes
     across: tl.constexpr = L.boosted if LOWER else L.dim // L.code
     wide: tl.constexpr = L.planes * L.bits > 32
-    rows = first + tl.arange(0, ROWS)
-    line = (rows >> rows_per_page_log2(L)) * (L.page * L.bits // 8) + (rows & (tokens - 1))
+    rows, in_bounds = first + tl.arange(0, ROWS), tl.arange(0, ROWS) < stop - first
+    codes = pool.lower if LOWER else pool.codes
+    codes, line = lines_of(codes, pool, rows, rows & (tokens - 1), in_bounds, L.page * L.bits // 8, L)
     byte = codes + line[:, None] * across + column[None, :]
-    row_mask = (tl.arange(0, ROWS) < stop - first)[:, None] & col_mask[None, :]
+    row_mask = in_bounds[:, None] & col_mask[None, :]
     word = tl.zeros(byte.shape, tl.int64 if wide else tl.int32)
     for i in tl.static_range(L.planes * L.bits // 8):
         word |= tl.load(byte + i * tokens * across, mask=row_mask, other=0).to(word.dtype) << 8 * i
@@ -138,25 +183,25 @@ def load_words(codes, first, stop, column, col_mask, ROWS: tl.constexpr, L: tl.c
 
 @triton.jit
 def param_rows(first, stop, plane, ROWS: tl.constexpr, L: tl.constexpr):
-    """The indices of the scales of rows ``[first, first + ROWS)`` of a plane: groups along tokens, or tokens.
-
-    There is one index per run of rows that share scales. Also returns whether each is before row ``stop``.
-    """
+    """The scales of rows ``[first, first + ROWS)`` of a plane: for each run of rows that share them, its first row, the
+    line of its scales in their page (groups along tokens, or tokens), and whether it is before row ``stop``."""
     tokens: tl.constexpr = L.page // L.planes
     if L.channelwise:
         run: tl.constexpr = min(L.group, tokens, ROWS)
         own = tl.arange(0, ROWS // run) * run
         row = first + own
-        line = (
-            (row >> rows_per_page_log2(L)) * (L.page // L.group)
-            + plane * tokens // L.group
-            + (row & (tokens - 1)) // L.group
-        )
+        line = plane * tokens // L.group + (row & (tokens - 1)) // L.group
     else:
         own = tl.arange(0, ROWS)
         row = first + own
-        line = (row >> rows_per_page_log2(L)) * L.page + plane * tokens + (row & (tokens - 1))
-    return line, own < stop - first
+        line = plane * tokens + (row & (tokens - 1))
+    return row, line, own < stop - first
+
+
+@triton.constexpr_function
+def lines_of_params(layout):
+    """Lines of scales per page."""
+    return layout.page // layout.group if layout.channelwise else layout.page
 
 
 @triton.jit
@@ -210,7 +255,7 @@ def _boosted_values(pool, first, stop, channel, plane, ROWS: tl.constexpr, L: tl
     matrix moves the codes to their columns."""
     column = tl.arange(0, max(16, triton.next_power_of_2(L.boosted)))
     col_mask = column < L.boosted
-    code = _codes(load_words(pool.lower, first, stop, column, col_mask, ROWS, L, True), plane, L.bits, L.planes)
+    code = _codes(load_words(pool, first, stop, column, col_mask, ROWS, L, True), plane, L.bits, L.planes)
     boosted_channel = tl.load(
         pool.boosted + (first >> rows_per_page_log2(L)) * L.boosted + column, mask=col_mask, other=-1
     )
@@ -219,15 +264,15 @@ def _boosted_values(pool, first, stop, channel, plane, ROWS: tl.constexpr, L: tl
 
 
 @triton.jit
-def _second_level(pool, line, where, in_bounds, WHICH: tl.constexpr, L: tl.constexpr):
+def _second_level(levels, params, line, where, in_bounds, WHICH: tl.constexpr, L: tl.constexpr):
     """Two-level scales (``WHICH`` 0) or zero points (1) of ``line``, dequantized; ``where`` is the index of their
-    codes."""
+    codes among ``levels``."""
     SIZE: tl.constexpr = params_per_page(L)
-    lines: tl.constexpr = L.page // L.group if L.channelwise else L.page
+    lines: tl.constexpr = lines_of_params(L)
     page = line[:, None] >> (lines.bit_length() - 1)
-    code = tl.load(pool.scale + where + (page + WHICH) * SIZE, mask=in_bounds, other=0).to(tl.float32)
-    step = tl.load(pool.zero_point + page * 4 + WHICH * 2, mask=in_bounds, other=0).to(tl.float32)
-    return code * step + tl.load(pool.zero_point + page * 4 + WHICH * 2 + 1, mask=in_bounds, other=0).to(tl.float32)
+    code = tl.load(levels + where + (page + WHICH) * SIZE, mask=in_bounds, other=0).to(tl.float32)
+    step = tl.load(params + page * 4 + WHICH * 2, mask=in_bounds, other=0).to(tl.float32)
+    return code * step + tl.load(params + page * 4 + WHICH * 2 + 1, mask=in_bounds, other=0).to(tl.float32)
 
 
 @triton.jit
@@ -254,7 +299,8 @@ def values(word, pool, first, stop, channel, col_mask, plane, L: tl.constexpr, W
     x = _unscaled(_codes(word, plane, L.bits, L.planes), pool.points, L.code)
     if L.boosted:
         x += _boosted_values(pool, first, stop, channel, plane, word.shape[0], L)
-    line, row_mask = param_rows(first, stop, plane, word.shape[0], L)
+    row, within, row_mask = param_rows(first, stop, plane, word.shape[0], L)
+    scale, line = lines_of(pool.scale, pool, row, within, row_mask, lines_of_params(L), L)
     if L.channelwise:
         where, in_bounds = line[:, None] * L.dim + channel[None, :], row_mask[:, None] & col_mask[None, :]
         shape: tl.constexpr = (line.shape[0], x.shape[0] // line.shape[0], x.shape[1])
@@ -267,11 +313,13 @@ def values(word, pool, first, stop, channel, col_mask, plane, L: tl.constexpr, W
         where, in_bounds = line[:, None] * groups + group[None, :], row_mask[:, None] & counts[None, :]
         shape: tl.constexpr = (x.shape[0], padded, x.shape[1] // padded)
         dim: tl.constexpr = 2
-    if L.two_level:
-        scale = _second_level(pool, line, where, in_bounds, 0, L)
-        zero_point = _second_level(pool, line, where, in_bounds, 1, L)
-        return tl.reshape(tl.reshape(x, shape) * tl.expand_dims(scale, dim) + tl.expand_dims(zero_point, dim), x.shape)
-    by_group = tl.reshape(x, shape) * tl.expand_dims(_params_at(pool.scale, where, in_bounds, L), dim)
     if pool.points is None:
-        by_group += tl.expand_dims(_params_at(pool.zero_point, where, in_bounds, L), dim)
+        zero_point, _ = lines_of(pool.zero_point, pool, row, within, row_mask, lines_of_params(L), L)
+    if L.two_level:
+        factor = _second_level(scale, zero_point, line, where, in_bounds, 0, L)
+        added = _second_level(scale, zero_point, line, where, in_bounds, 1, L)
+        return tl.reshape(tl.reshape(x, shape) * tl.expand_dims(factor, dim) + tl.expand_dims(added, dim), x.shape)
+    by_group = tl.reshape(x, shape) * tl.expand_dims(_params_at(scale, where, in_bounds, L), dim)
+    if pool.points is None:
+        by_group += tl.expand_dims(_params_at(zero_point, where, in_bounds, L), dim)
     return tl.reshape(by_group, x.shape)
