@@ -4,11 +4,22 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, FalconH1Config, FalconH1ForCausalLM, Lfm2Config, Lfm2ForCausalLM
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    DynamicCache,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 import kvpass
+from kvpass import KVPassError
 from kvpass.cache.stateful import states_of
+from kvpass.compile import backend
+from kvpass.errors import NotCapturedError
+from kvpass.runtime.runtime import Runtime
 from kvpass.schemes import IdentityConfig, KIVIConfig
 
 from tiny import VOCABULARY, tokens
@@ -65,14 +76,14 @@ def held(cache):
 
 
 @torch.no_grad()
-def decoded(model, batch=2, padding=0, rows=None, cache=None):
+def decoded(model, batch=2, padding=0, rows=None, cache=None, steps=STEPS):
     """Logits and states after a prompt and after each step, and the cache. ``rows`` of the batch are selected halfway
     through the steps."""
     ids, cache = tokens(batch, PROMPT + STEPS), cache or DynamicCache(config=model.config)
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     logits, states = [], []
-    for stop in range(PROMPT, PROMPT + STEPS + 1):
+    for stop in range(PROMPT, PROMPT + steps + 1):
         if rows is not None and stop == PROMPT + STEPS // 2:
             cache.reorder_cache(rows)
             ids, mask = ids[rows], mask[rows]
@@ -161,4 +172,26 @@ def test_compiled_pieces_write_their_own_states(layers, reference_in_this_test):
     kvpass.apply(model, LOSSLESS)
     check_equal(decoded(model), expected)
     assert [graph.repeats for graph in steps(model)] == [layers]
+    kvpass.remove(model)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_step_that_cannot_be_captured_runs_uncaptured_if_none_of_it_has_run(whole, nothing_compiled, monkeypatch):
+    model = built(lfm2)
+    expected = decoded(model)
+    kvpass.apply(model, LOSSLESS)
+
+    def refuse(*_):
+        raise NotCapturedError("a reason")
+
+    monkeypatch.setattr(backend, "find", refuse)
+    runtime = Runtime.of(decoded(model, steps=0)[2])
+    runtime.slides = whole  # such steps are one graph or none
+    runtime.prepare()
+    if whole:
+        check_equal(decoded(model), expected)
+        assert kvpass.explain(model).fused == 0
+    else:
+        with pytest.raises(KVPassError, match=r"a reason. Parts of it may have run.*lowering='eager'"):
+            decoded(model)
     kvpass.remove(model)
