@@ -13,7 +13,10 @@ class NotFusedError(KVPassError):
 
 class NotCapturedError(KVPassError):
     """A forward cannot be captured as a graph, or its graph lacks what a scheme needs. The message is a clause that
-    gives the reason; ``__cause__`` is the exception of torch, if there was one."""
+    gives the reason; ``__cause__`` is the exception of torch, if there was one. ran: whether a part of the forward may
+    have run before."""
+
+    ran = True
 
 
 class NeedsGraphError(KVPassError):

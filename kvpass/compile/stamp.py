@@ -1,5 +1,8 @@
 """The last stage of a graph with repeats: one piece for what comes before its layers, one for each layer or for a few
-at a time, one for what comes after, and the cache writes, which need no compilation."""
+at a time, one for what comes after, and the cache writes, which need no compilation.
+
+A recurrent or convolution state is written within the piece that reads it, in place.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from .nodes import function_of, is_tensor, outputs_of, value_of
 from .repeats import Repeats
 
 _WRITES = APPEND, APPEND_LAYERS, APPEND_ROTARY
+_COPY = torch.ops.aten.copy_.default
 _MANY, _TOGETHER = 12, (4, 5, 6)  # with many layers, a piece covers several, because each call takes microseconds
 
 
@@ -65,14 +69,36 @@ class Stamp:
 
     @property
     def possible(self) -> bool:
-        """Whether it can be cut as the captured graph was, and writes nothing but caches."""
+        """Whether it can be cut as the captured graph was, and writes nothing but caches and states."""
         effects = (node for node in self.gm.graph.nodes if node.op == "call_function" and node.is_impure())
         shared = (node for node in (*self._outputs, *self._given) if isinstance(node, Node))
         return (
-            all(node in self._writes for node in effects)
+            all(node in self._writes or self._writes_state(node) for node in effects)
             and self._repeated.isdisjoint((*self._ending, *shared))
             and self._repeated.issuperset(self._left)
         )
+
+    def _writes_state(self, node: Node) -> bool:
+        """Whether ``node`` overwrites an input, such as a recurrent state, that nothing outside its own piece reads.
+        Then the piece may write it before others run."""
+        state = node.args[0] if node.target is _COPY else None
+        if not isinstance(state, Node) or state.op != "placeholder" or value_of(state).storage_offset() != 0:
+            return False
+        if node in self._repeated and state not in self._own:
+            return False
+        storage = value_of(state).untyped_storage()
+        views = (
+            each for each in self.gm.graph.nodes if is_tensor(each) and value_of(each).untyped_storage() is storage
+        )
+        return {self._piece_of(user) for view in views for user in view.users} == {self._piece_of(node)}
+
+    def _piece_of(self, node: Node) -> str:
+        """The piece that ``node`` becomes a part of; empty for what the graph around the pieces does."""
+        if node.op == "output" or node in self._writes:
+            return ""
+        if node in self._repeated:
+            return "layers"
+        return "ending" if node in self._ending else "beginning"
 
     def compiled(self, compile_piece: Callable[[GraphModule, list], Callable]) -> Callable:
         """A function of the inputs of the whole graph. ``compile_piece`` receives modules and their fake inputs."""
@@ -92,7 +118,8 @@ class Stamp:
             "ending": ending,
         }
         for name, piece in pieces.items():
-            piece.run = _named(name, compile_piece(piece.module, piece.examples)) if piece.outputs else None
+            works = piece.outputs or piece.written
+            piece.run = _named(name, compile_piece(piece.module, piece.examples)) if works else None
         return GraphModule({}, self._whole(beginning, layers, ending)).forward
 
     @property
@@ -162,6 +189,7 @@ class _Piece:
     own: nodes that differ in each repetition.
     links: input of a repetition -> what the previous one has in its place.
     inputs, outputs: nodes, and the index of the repetition.
+    written: inputs that it overwrites.
     examples: fake values of inputs.
     run: the compiled function, once there is one.
     """
@@ -180,7 +208,8 @@ class _Piece:
         self.inputs = [(node, i) for i in range(times) for node in given if not i or node in own]
         each = [(node, i) for i in range(times) for node in wanted if node in nodes]
         self.outputs = list(dict.fromkeys((*each, *((node, times - 1) for node in left))))
-        self.examples = [_another(node.meta["val"]) if i else node.meta["val"] for node, i in self.inputs]
+        self.written = {node.args[0] for node in ordered if node.target is _COPY}
+        self.examples = [_another(node, node in self.written) if i else node.meta["val"] for node, i in self.inputs]
         graph, new = Graph(), {}
         for (node, i), example in zip(self.inputs, self.examples, strict=True):
             new[node, i] = graph.placeholder(f"{node.name}_{i}")
@@ -205,8 +234,12 @@ class _Piece:
                 values[i][node] = whole.call_function(operator.getitem, (result, at))
 
 
-def _another(example):
-    """An equal fake value; one object for two inputs would be traced as one input."""
+def _another(node: Node, written: bool):
+    """An equal fake value for a further input like ``node``; one object for two inputs would be traced as one input.
+    Inputs that are ``written`` share no memory."""
+    example = node.meta["val"]
+    if written:
+        return example.new_empty_strided(example.shape, example.stride())
     return example.detach() if isinstance(example, torch.Tensor) else example
 
 

@@ -65,6 +65,7 @@ class Forms:
     ):
         self.backend, options["backend"] = backend, backend
         self.must, self.breaks, self._unguarded = must, Breaks(), unguarded
+        self._whole = bool(options.get("fullgraph"))
         self._waiting = nullcontext if backend.interpret else functools.partial(announced, what)
         name = f"{fn.__name__}_{next(_numbers)}"
         self._code: list[types.CodeType] = []
@@ -95,7 +96,11 @@ class Forms:
         described = tuple(map(_described, args)), _described(kwargs)
         key = torch.is_inference_mode_enabled(), stored, *described, self._unguarded()
         form = self._forms.get(key) or self._forms.setdefault(key, _Form(self._start, self._waiting, self.breaks))
-        return form(batch, args, kwargs)
+        try:
+            return form(batch, args, kwargs)
+        except NotCapturedError as error:
+            error.ran = not self._whole  # one graph is captured before any of it runs
+            raise
 
 
 class _Form:

@@ -136,16 +136,17 @@ def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) 
 
 
 def finish_forward(
-    state: CacheState, new_tokens: int, succeeded: bool, undo: Callable[[], bool] = lambda: True
+    state: CacheState, new_tokens: int, succeeded: bool, undo: Callable[[], bool] = lambda: True, ran: bool = True
 ) -> None:
     """End the forward that `start_forward` began: commit it or roll it back. ``undo`` rolls back other layers (see
-    `remember`), and returns whether it succeeded."""
+    `remember`), and returns whether it succeeded. ``ran``: whether any of the model may have run; otherwise nothing was
+    written, such as a recurrent state, and the cache is as before."""
     for ref in (state.context.reads or ()) if state.context is not None else ():
         if (read := ref()) is not None:
             read.finish(succeeded)
     if succeeded:
         state.commit(new_tokens)
-    elif not all([state.abandon(new_tokens), undo()]):
+    elif not all([state.abandon(new_tokens), undo()]) and ran:
         return
     state.whole = True
 

@@ -218,14 +218,17 @@ class Runtime:
         """A context for one forward. On success it commits the tokens that the layers stored; otherwise it rolls them
         back and calls ``undo`` (see `finish_forward`)."""
         state.drafts = state.drafts + 1 if state.tokens and 1 < new_tokens <= FEW else 0
-        succeeded = False
+        succeeded, ran = False, True
         try:
             with torch.no_grad():
                 yield
             check_all_updated(state.layers)
             succeeded = True
+        except NotCapturedError as error:
+            ran = error.ran
+            raise
         finally:
-            finish_forward(state, state.context.new_tokens, succeeded, undo)
+            finish_forward(state, state.context.new_tokens, succeeded, undo, ran)
 
     def _fall_back(self, error: NotCapturedError, state: CacheState, new_tokens: int) -> Callable:
         """The function that runs a call without a graph after capture failed with ``error``. Raises `KVPassError` if
@@ -233,8 +236,13 @@ class Runtime:
         is_step = self._is_compiled(state, new_tokens)
         what = f"{'a step' if is_step else 'a prompt'} of {type(self.model()).__name__}"
         run = self._uncaptured(state)
-        if run is None or not state.whole:
+        if run is None:
             raise self._refusal(error, what) from (error.__cause__ or error)
+        if not state.whole:
+            raise KVPassError(
+                f"Capturing {what} as a graph failed: {error}. Parts of it may have run and overwritten what the cache "
+                "held, such as a recurrent state. Use lowering='eager', and pass a fresh cache or call cache.reset()."
+            ) from (error.__cause__ or error)
         if is_step and self.strict:
             raise NotFusedError(f"strict=True: {what} cannot be captured: {error}. {_WITHOUT_STRICT}") from error
         if is_step:
