@@ -203,7 +203,8 @@ def test_only_prompts_of_some_thousand_tokens_are_read_in_chunks_if_that_is_auto
     model = llama(layers=1, heads=1, kv_heads=1)
     expected = read(model, input_ids=tokens(1, 4097), logits_to_keep=1)
     model = packed(model, "auto")
-    check(model, expected, [1365, 1366, 1366], input_ids=tokens(1, 4097), logits_to_keep=1)
+    nearly_equal = [455, 455, 455, 455, 456, 455, 455, 455, 456]
+    check(model, expected, nearly_equal, input_ids=tokens(1, 4097), logits_to_keep=1)
     model = packed(kvpass.remove(model), None)
     check(model, expected, [4097], input_ids=tokens(1, 4097), logits_to_keep=1)
 
