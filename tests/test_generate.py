@@ -48,8 +48,7 @@ MODES = {
 }
 
 
-@pytest.mark.slow_cases("kivi-greedy")
-@pytest.mark.slow_cases("*prompt lookup", "*left-padded batch of 4", "*sampling", "squat*")
+@pytest.mark.slow_cases("*prompt lookup", "*left-padded batch of 4", "*sampling", "squat*", "kivi-greedy")
 @pytest.mark.nightly_cases("kivi-prompt lookup", "squat-sampling")
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_generation_equals_eager_packed_generation(models, mode):

@@ -281,8 +281,7 @@ def states(plan, shape, dtype, n, total=None, seed=0):
     return key, value, q, k, v
 
 
-@pytest.mark.slow_cases("dtype2*")
-@pytest.mark.slow_cases("dtype1-*")
+@pytest.mark.slow_cases("dtype[12]-*")
 @FORMS
 @pytest.mark.parametrize(
     ("dtype", "shape", "fields"),

@@ -1,13 +1,12 @@
 """Captured steps of models with recurrent or convolution states: one graph, packed layers fused, states updated."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from transformers import (
     DynamicCache,
-    FalconH1Config,
-    FalconH1ForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Qwen3NextConfig,
@@ -22,7 +21,7 @@ from kvpass.errors import NotCapturedError
 from kvpass.runtime.runtime import Runtime
 from kvpass.schemes import IdentityConfig, KIVIConfig
 
-from tiny import VOCABULARY, tokens
+from tiny import VOCABULARY, falcon_h1, tokens
 
 LOSSLESS = IdentityConfig(residual=16)
 PROMPT, STEPS = 36, 6
@@ -30,15 +29,6 @@ _SIZES = dict(
     vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=512, pad_token_id=0, eos_token_id=None, bos_token_id=1,
 )  # fmt: skip
-
-
-def falcon_h1(layers=3):
-    """Each layer keeps keys, values, a convolution state and a recurrent state."""
-    config = FalconH1Config(
-        **_SIZES, num_hidden_layers=layers, head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16,
-        mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=16,
-    )  # fmt: skip
-    return FalconH1ForCausalLM(config)
 
 
 def qwen3_next(layers=3):
@@ -110,7 +100,7 @@ def steps(model):
     return [graph for graph in report.graphs if graph.compiled]
 
 
-MODELS = {"Falcon-H1": falcon_h1, "Qwen3-Next": qwen3_next, "LFM2": lfm2}
+MODELS = {"Falcon-H1": partial(falcon_h1, 3), "Qwen3-Next": qwen3_next, "LFM2": lfm2}
 
 
 @pytest.mark.slow_cases("Falcon*", "Qwen3*")

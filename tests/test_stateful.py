@@ -2,26 +2,14 @@
 
 import pytest
 import torch
-from transformers import FalconH1Config, FalconH1ForCausalLM
 
 import kvpass
 from kvpass import KVPassError
 from kvpass.schemes import IdentityConfig
 
-from tiny import VOCABULARY, called, check_rows_are_selected, check_saved_loaded_and_reset, left_padded, tokens
+from tiny import called, check_rows_are_selected, check_saved_loaded_and_reset, falcon_h1, left_padded, tokens
 
 LOSSLESS = IdentityConfig(residual=8)
-
-
-def falcon_h1():
-    torch.manual_seed(0)
-    config = FalconH1Config(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8,
-        mamba_n_groups=1, mamba_chunk_size=16, max_position_embeddings=512, pad_token_id=0, eos_token_id=None,
-        bos_token_id=1,
-    )  # fmt: skip
-    return FalconH1ForCausalLM(config).eval()
 
 
 MODES = {

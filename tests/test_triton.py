@@ -606,8 +606,7 @@ TOY = {
 }
 
 
-@pytest.mark.slow_cases("tune")
-@pytest.mark.slow_cases("generates", "step", "throughput")
+@pytest.mark.slow_cases("generates", "step", "throughput", "tune")
 @pytest.mark.parametrize("stage", TOY)
 def test_gpu_stages_run_at_toy_size(stage, monkeypatch, tables):
     """On the CPU, without graphs: the test checks that they run, not their measurements."""

@@ -1,7 +1,7 @@
 """Tiny random decoders: real architectures that compile in seconds."""
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, FalconH1Config, FalconH1ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvpass
 
@@ -37,6 +37,18 @@ def llama(
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model
+
+
+def falcon_h1(layers: int = 2):
+    """A small Falcon-H1 in eval mode. Each layer keeps keys, values, a convolution state and a recurrent state."""
+    torch.manual_seed(0)
+    config = FalconH1Config(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8,
+        mamba_n_groups=1, mamba_chunk_size=16, max_position_embeddings=512, pad_token_id=0, eos_token_id=None,
+        bos_token_id=1,
+    )  # fmt: skip
+    return FalconH1ForCausalLM(config).eval()
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:

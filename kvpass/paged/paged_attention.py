@@ -130,7 +130,7 @@ def warm(layer: Layer, q_heads: int) -> None:
 def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
     """Store the new tokens of all requests, ``k`` and ``v`` ``[T, H, D]``, and quantize the pages that leave the
     window."""
-    (layer.storing or partial(_store, layer))(batch, k, v)
+    (layer.storing or _in_torch(layer))(batch, k, v)
 
 
 @implements("paged_store", "reference")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..codec.codebook import grid
 from ..codec.hadamard import basis
 from ..codec.spec import parse
 from ..errors import KVPassError
@@ -21,7 +20,7 @@ from ..lowering.triton.attend import merge_splits
 from ..lowering.triton.attend_blocks import attend_blocks
 from ..lowering.triton.configs import WIDTHS, cdiv, refuses_device, splits_of
 from ..lowering.triton.kernel_arguments import MERGED_AT_ONCE, OPERANDS, operand_dtype
-from ..lowering.triton.launch import case_of, layouts_of, refuses_pages
+from ..lowering.triton.launch import case_of, layouts_of, points_of, refuses_pages
 from ..lowering.triton.scores import Rules
 from ..lowering.triton.tuned import configured
 from .batch import Batch, Tiles
@@ -66,9 +65,7 @@ class SingleQueryAttention:
         self._stored = *layer.blocks.key, sinks[0], *layer.blocks.value, sinks[1], window
         layouts = layouts_of(self._specs, "", self._head_dim)
         self._layouts = [one._replace(slots=codes.shape[2], places=window.shape[2]) for one in layouts]
-        self._points = [
-            grid(spec.quantizer.grid, window.device) if spec.quantizer.grid else None for spec in self._specs
-        ]
+        self._points = [points_of(spec, window.device) for spec in self._specs]
 
     @cached_property
     def _bases(self) -> list[Tensor | None]:

@@ -116,6 +116,11 @@ def layouts_of(specs: tuple[CodecSpec, CodecSpec], rope: str, head_dim: int) -> 
     return _layout(specs[0], planes, head_dim, rope), _layout(specs[1], planes, head_dim)
 
 
+def points_of(spec: CodecSpec, device: torch.device) -> Tensor | None:
+    """The points of the grid of ``spec``; None if its codes are uniform."""
+    return grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
+
+
 class _Side(NamedTuple):
     """Keys or values of a call, as kernels take them.
 
@@ -204,9 +209,6 @@ class _Launch:
         tables = (0, 0) if self.rotary is None else self.rotary[0].stride()[:2]
         return *tables, *self.mask_strides
 
-    def points(self, spec: CodecSpec) -> Tensor | None:
-        return grid(spec.quantizer.grid, self.q.device) if spec.quantizer.grid else None
-
     def attend(self, lse: Tensor | None) -> Tensor:
         """The output ``[B, H_q, S, D]``. Writes the log-sum-exp of each query row to ``lse`` ``[B, H_q, S]``
         float32."""
@@ -219,9 +221,9 @@ class _Launch:
         with torch.cuda.device_of(q):
             attend_split[self.batch * self.groups, splits, tiles](
                 q, *key, *value, self.k_new, call.v_new.contiguous(), self.packed_queries, self.shift,
-                *map(self.points, self.specs), *self.boosted, *self.rotary_tables, self.mask, call.starts, partial,
-                partial_lse, self.length, self.queries, call.scale, key[0].stride(1), key[1].stride(1),
-                value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V,
+                *(points_of(spec, device) for spec in self.specs), *self.boosted, *self.rotary_tables, self.mask,
+                call.starts, partial, partial_lse, self.length, self.queries, call.scale, key[0].stride(1),
+                key[1].stride(1), value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V,
                 config.rows, config.together, config.exact, config.stages, num_warps=config.warps,
                 maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
@@ -243,7 +245,8 @@ class _Launch:
         tiles = cdiv(k_rows, config.rows) + cdiv(stop - k_rows * self.planes, config.exact)
         with torch.cuda.device_of(self.q):
             sum_attention[tiles * self.batch * self.groups,](
-                self.q, *key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]), *self.boosted,
+                self.q, *key, self.k_new, self.packed_queries, self.shift, points_of(self.specs[0], self.q.device),
+                *self.boosted,
                 *self.rotary_tables, self.mask, lse, mass, self.call.n, self.queries, self.call.scale, k_rows, tiles,
                 key[0].stride(1), key[1].stride(1), *self.strides, largest, self.rules, K, config.rows, config.exact,
                 num_warps=MASS_WARPS, maxnreg=config.registers, enable_fp_fusion=True,
