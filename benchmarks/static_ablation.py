@@ -15,7 +15,7 @@ from kvpass import schemes
 from kvpass.calibration import water_filling
 from kvpass.calibration.water_filling import share_out
 from kvpass.codec.shares import water_fill
-from kvpass.models.probe import full_attention, probe
+from kvpass.models.probe import calibrated_layers, probe
 from kvpass.schemes.calibrated import Calibration, describe
 
 Statistics = Mapping[int, water_filling.Statistics]
@@ -32,7 +32,7 @@ def equal_bits(per: str):
     """In place of one water-filling over the model: the same number of bits for each layer, for the keys and the values
     of each layer, or for each of their heads."""
 
-    def fill(axes, config):
+    def fill(axes, layers, config):
         worth = torch.tensor([water_filling._RICH_WORTH**0.5, water_filling._RICH_WORTH**-0.5]).double()
         found = {}
         for layer, both in axes.items():
@@ -93,7 +93,8 @@ ROWS: dict[str, tuple[str, int, Callable, str, dict]] = {
 
 
 def calibrated(model, tokenizer, rows) -> dict[str, Calibration]:
-    parts, found, described = statistics_of(model, tokenizer), {}, describe(model, full_attention(probe(model)))
+    layers = calibrated_layers(schemes.get("waterfill-static"), probe(model))
+    parts, found, described = statistics_of(model, tokenizer), {}, describe(model, layers)
     for name, row in rows.items():
         text, count, change, per, fields = row
         chosen = [

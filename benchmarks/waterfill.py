@@ -23,7 +23,7 @@ from kvpass.calibration.water_filling import ONE_IN, Statistics, add_text, find_
 from kvpass.cli.calibrate import sequences as spread
 from kvpass.eval import bits_at, quality, texts
 from kvpass.layout.retention import Recent, Sinks
-from kvpass.models.probe import full_attention, probe
+from kvpass.models.probe import calibrated_layers, probe
 from kvpass.schemes import LayerGeometry
 from kvpass.schemes.calibrated import Calibration, describe
 
@@ -92,9 +92,9 @@ class Part(NamedTuple):
 
 def statistics_of(model, tokenizer) -> list[Part]:
     """What `kvpass.calibrate` gathers for `waterfill-static` from the texts that come with kvpass, by sequence."""
-    layers = {i: layer for i, layer in full_attention(probe(model)).items() if isinstance(layer, LayerGeometry)}
-    data = [(name, i, ids) for name in texts.to_calibrate() for i, ids in enumerate(spread(tokenizer, name, *SHARED))]
     config, generator = schemes.get("waterfill-static"), torch.Generator().manual_seed(0)
+    layers = {i: own for i, own in calibrated_layers(config, probe(model)).items() if isinstance(own, LayerGeometry)}
+    data = [(name, i, ids) for name in texts.to_calibrate() for i, ids in enumerate(spread(tokenizer, name, *SHARED))]
     turns, parts = find_turns(model, layers, data[0][2][None, :16]), []
     for number, (name, i, ids) in enumerate(data):
         for repeated in (False, True)[: 1 + (number % ONE_IN == 0)]:
@@ -121,7 +121,7 @@ def calibrated(model, tokenizer, rows: Mapping[str, str | dict[str, Any]]) -> di
         for name, config in found.items():
             if isinstance(config, schemes.CalibratedWaterfillConfig):
                 statistics = statistics or merged(statistics_of(model, tokenizer))
-                described = describe(model, full_attention(probe(model)))
+                described = describe(model, calibrated_layers(config, probe(model)))
                 found[name] = Calibration(*share_out(statistics, config), described, {}, {})
             elif config.needs_calibration:
                 ids = (texts.tokens(tokenizer, text, SKIPPED + CALIBRATED * LENGTH) for text in texts.available())

@@ -20,7 +20,7 @@ from .fields import check_integer, shown
 from .models.attention import PortableAttention
 from .models.discover import BufferedCache, bind, discover
 from .models.parallel import refuse_sharded
-from .models.probe import AttentionSeen, full_attention, probe, refuse_hooked
+from .models.probe import AttentionSeen, calibrated_layers, probe, refuse_hooked
 from .runtime.applied import ATTRIBUTE, decoder, is_applied, runtime_of
 from .runtime.custom import BufferRuntime, HandedRuntime
 from .runtime.long_prompts import check_chunk_size
@@ -145,7 +145,7 @@ def _apply(
     with PortableAttention(model):
         kind, layers = _look_into(model, example_inputs, attention)
     if config.needs_calibration or calibration is not None:
-        layers = full_attention(layers)
+        layers = calibrated_layers(config, layers)
     if calibration is not None:
         calibration.check(model, layers)
     elif config.needs_calibration:

@@ -173,14 +173,18 @@ def test_non_finite_tokens_are_refused():
         quantize_pages(mixed(0, 1, HEADS, 32, HEAD) * torch.nan, spec, fitted(spec, given_of(spec)))
 
 
-@given(seeds, st.integers(0, 40))
-def test_no_move_of_a_bit_lowers_the_cost(seed, bits):
-    cost = torch.exp2(6 * randn(seed, 3, 8)).double()
-    widths, saved = water_fill(cost, bits).long(), torch.tensor(DISTORTION).double()
-    assert widths.sum() == bits and widths.max() <= WIDEST
+@given(seeds, st.integers(0, 40), st.sampled_from([1.0, 0.25]))
+def test_no_move_of_a_bit_lowers_the_cost(seed, bits, size):
+    """Three heads, of which the last one's bits count as ``size`` of a bit: those of a sliding window."""
+    cost, sizes = torch.exp2(6 * randn(seed, 3, 8)).double(), torch.tensor([1, 1, size]).view(3, 1).expand(3, 8)
+    widths, saved = water_fill(cost, bits, sizes).long(), torch.tensor(DISTORTION).double()
+    assert bits - 1 < (widths * sizes).sum() <= bits and widths.max() <= WIDEST
+    cost = cost / sizes
     last = torch.where(widths > 0, cost * (saved[(widths - 1).clamp_min(0)] - saved[widths]), torch.inf)
     more = torch.where(widths < WIDEST, cost * (saved[widths] - saved[(widths + 1).clamp(max=WIDEST)]), 0)
     assert last.min() >= more.max() * (1 - 1e-12)
+    if size == 1:
+        assert torch.equal(widths, water_fill(cost, bits).long())
 
 
 def test_too_many_bits_are_refused():
@@ -409,7 +413,7 @@ def test_reading_a_text_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr(sensitivity, "fresh_cache", fresh)
     gc.disable()
     try:
-        found = sensitivity.look(model, tokens(1, 24), probe(model), 8, 0, generator(0))
+        found = sensitivity.look(model, tokens(1, 24), probe(model), {0: 8, 1: 8}, 0, generator(0))
         assert found and caches and not any(cache() for cache in caches)
     finally:
         gc.enable()

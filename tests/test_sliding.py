@@ -79,10 +79,16 @@ def applied(model):
     kvpass.remove(model)
 
 
+def recording(model):
+    """A cache that frees nothing before it is cropped."""
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    return cache
+
+
 def recorded(model, calls, batch=2):
     """`called`, with a cache that can be cropped beyond its window."""
-    cache, logits = DynamicCache(config=model.config), []
-    cache.activate_past_recording()
+    cache, logits = recording(model), []
     ids = tokens(batch, sum(new for new, _ in calls), seed=3)
     with torch.no_grad():
         for new, rejected in calls:
@@ -287,3 +293,51 @@ def test_short_windows_stay_exact_and_the_report_says_why():
     evicting = kvpass.schemes.get("kivi+h2o", group_size=16)
     report = kvpass.explain(kvpass.apply(gemma(256), evicting, lowering="eager"))
     assert "selects which tokens" in report.layers[0].reason
+
+
+# ---------------------------------------------------------------- calibrated bit widths
+SHARED_OUT = dict(scheme="waterfill-static", recent=8, residual=16, sinks=2, block_size=8)
+
+
+@pytest.fixture(scope="module", params=["static", "hybrid"])
+def calibrated(request):
+    """A model with windows of 64, and its calibration."""
+    model = gemma(64)
+    data = tokens(4, 160, seed=1)
+    return model, kvpass.calibrate(model, data, {**SHARED_OUT, "form": request.param}, progress=False)
+
+
+def test_a_calibration_packs_windows_that_are_long_enough(calibrated):
+    model, calibration = calibrated
+    assert len(calibration.predictors) == len(calibration.model["layers"]) == 6
+    report = kvpass.explain(kvpass.apply(model, calibration, lowering="eager"))
+    kvpass.remove(model)
+    assert report.packed == 6 and "in a window of 64" in report.layers[0].plan
+    short = gemma(24)
+    of_short = kvpass.calibrate(short, tokens(2, 160, seed=1), SHARED_OUT, progress=False)
+    assert len(of_short.predictors) == 1
+    report = kvpass.explain(kvpass.apply(short, of_short, lowering="eager"))
+    assert report.packed == 1 and "keeps at most 24 tokens" in report.layers[0].reason
+
+
+@torch.no_grad()
+def test_freed_pages_do_not_change_how_calibrated_keys_are_rotated(calibrated):
+    """Page rotations follow token numbers, and freed tokens still count. A cache that frees nothing is the oracle."""
+    model, calibration = calibrated
+    calls = [(60, 0), (40, 0), (1, 0), (30, 0), (1, 0)]
+    kvpass.apply(model, calibration, lowering="eager")
+    try:
+        found, cache = called(model, calls)
+        kept, whole = called(model, calls, cache=recording(model))
+    finally:
+        kvpass.remove(model)
+    for ours, theirs in zip(found, kept, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    sliding = [(own, whole.layers[i]) for i, own in enumerate(cache.layers) if isinstance(own, SlidingLayer)]
+    assert len(sliding) == 5 and all(own.behind for own, _ in sliding)
+    tables, complete = (layer.rotary_owner.rotary.cos for layer in sliding[0])
+    freed = sliding[0][0].behind // 16
+    torch.testing.assert_close(tables[:, :16], complete[:, :16], atol=0, rtol=0)
+    rows = min(tables.shape[1], complete.shape[1] - freed)
+    assert rows > 16 + 4
+    torch.testing.assert_close(tables[:, 16:rows], complete[:, 16 + freed : rows + freed], atol=0, rtol=0)

@@ -72,10 +72,10 @@ def step_by_step(model, scheme, ids, prompt, mask=None, **options):
 
 
 @torch.no_grad()
-def called(model, calls, batch: int = 2):
+def called(model, calls, batch: int = 2, cache=None):
     """The logits of each call, and the cache. ``calls``: for each call, how many tokens it takes, and how many of them
-    are rejected (cropped) afterwards."""
-    device, cache, logits = model.device, DynamicCache(config=model.config), []
+    are rejected (cropped) afterwards. ``cache``: an empty one; default a new one."""
+    device, cache, logits = model.device, DynamicCache(config=model.config) if cache is None else cache, []
     ids = tokens(batch, sum(new for new, _ in calls), seed=3).to(device)
     for new, rejected in calls:
         start = cache.get_seq_length()

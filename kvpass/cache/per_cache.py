@@ -141,8 +141,8 @@ class RotaryState(Storage):
         of `codec.page_rope`.
     angles: ``[p]``, for page-relative RoPE by token numbers: the tables are computed from these angles when room is
         made.
-    starts: ``[B, 1]`` int64, the first token of each row after its padding, for tables by token numbers; otherwise
-        None.
+    starts: ``[B, 1]`` int64, the first stored token of each row after its padding, for tables by token numbers;
+        negative by the number of tokens freed behind a sliding window. Otherwise None.
     """
 
     starts: Tensor | None
@@ -201,6 +201,8 @@ class RotaryState(Storage):
     @torch.inference_mode(False)
     def free(self, n: int, gone: int) -> None:
         """Drop the rows of the ``gone`` tokens after the sinks that are freed (`KVState.free`) of ``n`` stored ones."""
+        if self.starts is not None:
+            self.starts -= gone
         size, sinks, most = self.spec.page_size, self.spec.retention.sinks, self.spec.retention.most or n
         kept, rows = (size, gone // size) if self.spec.transform.page_rope else (sinks, gone)
         room = self._rows(self.spec, most)
@@ -208,6 +210,7 @@ class RotaryState(Storage):
             table = getattr(self, name)
             table[:, kept : table.shape[1] - rows] = table[:, kept + rows :].clone()
             table[:, table.shape[1] - rows :] = 0
+        self._fill(self.cos.shape[1] - rows, self.cos, self.sin)
         if self.cos.shape[1] > room:
             self.put(cos=self.cos[:, :room].clone(), sin=self.sin[:, :room].clone())
 

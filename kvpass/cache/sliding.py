@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ..codec.shares import Shares, share_of
 from ..codec.spec import CodecSpec
+from ..codec.tensors import of_model
 from ..errors import KVPassError
 from ..layout.window import length_of, offset_of
-from ..schemes import LayerGeometry, LayerPlan, SchemeConfig
+from ..schemes import CalibratedWaterfillConfig, LayerGeometry, LayerPlan, SchemeConfig
 from ..schemes.geometry import Heads
 from .layer import PackedLayer
-from .state import KVState
+from .state import KVState, SharedTensors
 
 _EXACT = 32  # at most one in this many tokens of a window stays exact, besides those that wait for a page to fill
 _PAYS = 0.9  # of the bytes of the exact window; less does not make up for quantizing it
@@ -191,7 +194,7 @@ def sliding_plan(scheme: SchemeConfig, layer: LayerGeometry) -> LayerPlan | str:
     except KVPassError:
         return f"{what}, hardly more than this scheme keeps exact. It stays in full precision"
     exact = (layer.window - 1) * layer.values_per_token * layer.dtype.itemsize
-    packed = sum(_most_bytes(spec, heads, layer.dtype) for spec, heads in zip((key, value), layer.heads, strict=True))
+    packed = sum(_most_bytes(*each, layer.dtype, scheme) for each in zip((key, value), layer.heads, strict=True))
     if packed > _PAYS * exact and not key.quantizer.raw:  # unquantized pages are for tests
         return (
             f"{what}. Packed, it would take {packed:,} bytes instead of {exact:,}, because some tokens stay exact, so "
@@ -207,7 +210,7 @@ def _unsuited(plan: LayerPlan) -> str:
         return "this scheme selects which tokens it keeps"
     if plan.looks_at_previous or plan.key_source is not None or plan.value_source is not None:
         return "this scheme reads other layers"
-    if plan.calibrated or plan.shares_out:
+    if plan.calibrated:
         return "this scheme is calibrated for layers of full attention"
     if (key.page_size, key.sinks, key.rollback) != (value.page_size, value.sinks, value.rollback):
         return "this scheme packs keys and values in pages of different sizes"
@@ -221,6 +224,11 @@ def _sliding(spec: CodecSpec, span: int) -> CodecSpec:
     return replace(spec, retention=replace(retention, window=window, span=span))
 
 
-def _most_bytes(spec: CodecSpec, heads: Heads, dtype: torch.dtype) -> int:
-    """The most bytes that a state takes between two calls."""
-    return KVState.allocate(spec, 1, *heads, dtype, torch.device("meta"), spec.retention.most).nbytes
+def _most_bytes(spec: CodecSpec, heads: Heads, dtype: torch.dtype, scheme: SchemeConfig) -> int:
+    """The most bytes that a state takes between two calls. With calibrated bit widths: if all coordinates had the
+    scheme's mean bit width, rounded up."""
+    shared: SharedTensors | None = None
+    if isinstance(scheme, CalibratedWaterfillConfig):
+        widths = torch.full((heads.number, Shares.of(spec).ranks, heads.dim), math.ceil(scheme.bits))
+        shared = SharedTensors(share_of(widths) if name == "share" else None for name in of_model(spec))
+    return KVState.allocate(spec, 1, *heads, dtype, torch.device("meta"), spec.retention.most, shared=shared).nbytes

@@ -26,7 +26,7 @@ from ..errors import KVPassError
 from ..layout.window import layout
 from ..models.encoded import has_encoder
 from ..models.parallel import refuse_sharded
-from ..models.probe import full_attention, probe
+from ..models.probe import calibrated_layers, probe
 from ..progress import bar
 from ..runtime.applied import is_applied
 from ..schemes import (
@@ -92,7 +92,7 @@ def calibrate(
     if is_applied(model):
         raise KVPassError("kvpass is applied to this model: call kvpass.remove(model) first.")
     refuse_sharded(model, "each process has only some of the heads", "calibrate in one process")
-    layers = full_attention(probe(model))
+    layers = calibrated_layers(config, probe(model))
     if has_encoder(model):
         raise KVPassError(
             "Calibration does not support encoder-decoders: use a scheme that needs none, such as 'kivi'."

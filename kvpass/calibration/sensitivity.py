@@ -7,7 +7,7 @@ labels of different tokens are independent. A token only counts for later querie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,10 +38,10 @@ class Seen:
 
 class _Tap(TorchFunctionMode):
     """Within this context, the SDPA that follows a write to a packed cache layer runs on keys and values that are
-    autograd leaves, wherever a query sees them from at least ``far`` tokens behind and they are not among the first
-    ``sinks``."""
+    autograd leaves, wherever a query sees them from at least as far behind as ``far`` has for the layer and they are
+    not among the first ``sinks``."""
 
-    def __init__(self, layers: dict[int, LayerGeometry], far: int, sinks: int):
+    def __init__(self, layers: dict[int, LayerGeometry], far: Mapping[int, int], sinks: int):
         super().__init__()
         self.layers, self.far, self.sinks = layers, far, sinks
         self.written: int | None = None  # the layer whose attention is expected next
@@ -88,7 +88,7 @@ class _Tap(TorchFunctionMode):
         self.leaves += leaves
         tokens = torch.arange(query.shape[2], device=query.device)
         behind = tokens[:, None] - tokens
-        far = ((behind >= self.far) & (tokens >= self.sinks)).to(query.dtype)
+        far = ((behind >= self.far[index]) & (tokens >= self.sinks)).to(query.dtype)
         if attn_mask is None and is_causal:
             attn_mask = behind >= 0
         out: Tensor = checkpoint(_attention, query, k, v, *leaves, attn_mask, far, scale, use_reentrant=False)
@@ -106,11 +106,17 @@ def _attention(q, k, v, dk, dv, mask, far, scale: float) -> Tensor:
 
 
 def look(
-    model: nn.Module, ids: Tensor, layers: dict[int, LayerGeometry], far: int, sinks: int, generator: torch.Generator
+    model: nn.Module,
+    ids: Tensor,
+    layers: dict[int, LayerGeometry],
+    far: Mapping[int, int],
+    sinks: int,
+    generator: torch.Generator,
 ) -> dict[int, Seen]:
     """The inputs of the attention of ``layers`` when ``model`` reads ``ids`` ``[1, T]``, and what errors in them cost.
 
-    far, sinks: a token counts for queries at least ``far`` tokens later, unless it is among the first ``sinks``.
+    far, sinks: a token counts for queries at least ``far`` of the layer tokens later, unless it is among the first
+        ``sinks``.
 
     Raises `KVPassError` if the attention of a layer does not use SDPA, whose arguments can be observed.
     """
@@ -120,7 +126,7 @@ def look(
         while len(cache.layers) <= max(layers):
             cache.layers.append(cache.layer_class_to_replicate())
         with without_weight_gradients(model), tap.watching(cache), tap:
-            logits = model(input_ids=ids, **handing(model, cache), use_cache=True).logits[0, far:]
+            logits = model(input_ids=ids, **handing(model, cache), use_cache=True).logits[0, min(far.values()) :]
         if missing := sorted(set(layers) - set(tap.seen)):
             raise KVPassError(
                 f"Calibration measures quantization sensitivity in calls of SDPA, but {len(missing)} layers do not "

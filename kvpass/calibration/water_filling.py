@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..cache.sliding import sliding_plan
 from ..codec.probes import QUERIES
 from ..codec.rope import rotate, split_pairs
 from ..codec.shares import WIDEST, Shares, share_of, water_fill
 from ..codec.tensors import of_model
 from ..models.arguments import handing
 from ..models.probe import fresh_cache
-from ..schemes import CalibratedWaterfillConfig, LayerGeometry
+from ..schemes import CalibratedWaterfillConfig, LayerGeometry, LayerPlan
 from .sensitivity import Seen, look
 
 _REPEATED = 0.5  # share of the Fisher information that comes from texts with a repeated half
@@ -33,6 +34,7 @@ _RICH_WORTH = 6.0  # cost of an error in a rich token, relative to other tokens
 _TEMPER = 0.85  # exponent on measured head costs: few texts overestimate the largest
 _SHIFTS = 1, 16, 256  # position offsets from which the rotation of keys is found
 _TOLERANCE, _LEAST_ANGLE = 0.05, 1e-6  # relative error of a rotation; smallest angle
+_TOKENS = 8192  # length of the cache whose bits are divided between sliding windows and full attention
 _DISTANCES = 112, 4096  # range of distances from a key to the queries that rank it
 
 Fitted = tuple[list[Tensor], list[Tensor]]
@@ -215,10 +217,18 @@ def add_text(
     generator: torch.Generator,
 ) -> None:
     """Run ``model`` over a text ``[1, T]`` and add what its layers see; ``repeated``: whether it is `repeating`."""
-    retention, layers = config._policy(), {index: own.layer for index, own in statistics.items()}
-    far = retention.window - retention.page_size // 2  # distance of a page's middle token when the page is packed
-    for index, found in look(model, ids, layers, far, retention.sinks, generator).items():
-        statistics[index].add(found, retention.sinks, far, repeated, generator)
+    layers, sinks = {index: own.layer for index, own in statistics.items()}, config._policy().sinks
+    far = {index: _distance_when_packed(config, layer) for index, layer in layers.items()}
+    for index, found in look(model, ids, layers, far, sinks, generator).items():
+        statistics[index].add(found, sinks, far[index], repeated, generator)
+
+
+def _distance_when_packed(config: CalibratedWaterfillConfig, layer: LayerGeometry) -> int:
+    """How many tokens behind the newest a page's middle token is when the page is packed."""
+    plan = config.plan(layer) if layer.window is None else sliding_plan(config, layer)
+    assert isinstance(plan, LayerPlan)
+    retention = plan.key.retention
+    return retention.window - retention.page_size // 2
 
 
 def passes(texts: int) -> int:
@@ -277,7 +287,7 @@ def share_out(
         costs[0] = own.in_page_rope(costs[0], offsets)
         keys, values = zip(covariances, costs, strict=True)
         axes[index] = _Axes(*keys, shares.block_size), _Axes(*values, shares.block_size)
-    widths = _water_fill(axes, config)
+    widths = _water_fill(axes, {index: own.layer for index, own in statistics.items()}, config)
     fitted: dict[int, Fitted] = {}
     for index, own in statistics.items():
         plan, both = config.plan(own.layer), []
@@ -299,18 +309,21 @@ def share_out(
 
 
 def _water_fill(
-    axes: dict[int, tuple[_Axes, _Axes]], config: CalibratedWaterfillConfig
+    axes: dict[int, tuple[_Axes, _Axes]], layers: dict[int, LayerGeometry], config: CalibratedWaterfillConfig
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Bit widths of the keys and values of each layer, ``[H, ranks, D]`` uint8."""
+    """Bit widths of the keys and values of each layer, ``[H, ranks, D]`` uint8. A bit of a sliding window takes less
+    memory than one of full attention, in proportion to their tokens in a cache of `_TOKENS`."""
     of_heads = torch.cat([one.cost.sum(-1) for both in axes.values() for one in both])
     mean = of_heads.mean()
     worth = torch.tensor([_RICH_WORTH**0.5, _RICH_WORTH**-0.5] if config.ranked else [1.0], dtype=torch.float64)
-    costs = []
-    for both in axes.values():
+    costs, memory = [], []
+    for index, both in axes.items():
+        stored = min(layers[index].window or _TOKENS, _TOKENS) / _TOKENS
         for one in both:
             tempered = (one.cost.sum(-1, keepdim=True) / mean) ** (_TEMPER - 1)
             costs.append((one.cost * tempered).unsqueeze(1) * worth.view(1, -1, 1))
-    flat = torch.cat([cost.flatten() for cost in costs])
-    found = water_fill(flat, round(min(config.bits, WIDEST) * len(flat)))
+            memory.append(torch.full_like(costs[-1], stored))
+    flat, sizes = (torch.cat([one.flatten() for one in each]) for each in (costs, memory))
+    found = water_fill(flat, round(min(config.bits, WIDEST) * float(sizes.sum())), sizes)
     parts = [part.view(cost.shape) for part, cost in zip(found.split([c.numel() for c in costs]), costs, strict=True)]
     return dict(zip(axes, zip(parts[::2], parts[1::2], strict=True), strict=True))

@@ -183,17 +183,21 @@ def divided(cost: Tensor, pairs: int, singles: int) -> Tensor:
     return none.scatter(-1, cost.topk(singles, -1).indices, 1)
 
 
-def water_fill(cost: Tensor, bits: int) -> Tensor:
+def water_fill(cost: Tensor, bits: int, size: Tensor | None = None) -> Tensor:
     """Bit widths ``[...]`` uint8 that minimize the total error for a total of ``bits`` bits.
 
     Greedy: each bit goes to the coordinate whose error it reduces most. cost: ``[...]``, the error cost of each
-    coordinate. Raises `KVPassError` if the coordinates cannot take that many bits.
+    coordinate. size: ``[...]``, how much a bit of it counts towards ``bits``; default 1. Raises `KVPassError` if the
+    coordinates cannot take that many bits.
     """
     saved = -torch.tensor(DISTORTION[: WIDEST + 1], dtype=torch.float64).diff()
-    each = (cost.double().flatten().unsqueeze(-1) * saved).flatten()
-    if not 0 <= bits <= each.numel():
-        raise KVPassError(f"{cost.numel()} coordinates take 0 to {each.numel()} bits, not {bits}.")
-    taken = each.topk(bits).indices // WIDEST
+    sizes = torch.ones_like(cost, dtype=torch.float64) if size is None else size.double()
+    each = ((cost.double() / sizes).flatten().unsqueeze(-1) * saved).flatten()
+    most = round(WIDEST * float(sizes.sum()))
+    if not 0 <= bits <= most:
+        raise KVPassError(f"{cost.numel()} coordinates take 0 to {most} bits, not {bits}.")
+    order = each.sort(descending=True, stable=True).indices // WIDEST
+    taken = order[sizes.flatten()[order].cumsum(0) <= bits + 1e-6]
     return torch.bincount(taken, minlength=cost.numel()).view(cost.shape).to(torch.uint8)
 
 

@@ -12,8 +12,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
+from ..cache.sliding import sliding_plan
 from ..errors import KVPassError
-from ..schemes import LayerGeometry, geometries
+from ..schemes import CalibratedWaterfillConfig, LayerGeometry, SchemeConfig, geometries
 from .arguments import CACHE, CACHE_NAMES, handing, keeping, takes_cache
 from .encoded import encoded, has_encoder
 from .unpacked import held_by, indexer_dim, states_kept, window_of
@@ -36,6 +37,22 @@ def full_attention(layers: Mapping[int, LayerGeometry | str]) -> dict[int, Layer
         else f"sliding-window attention over {layer.window} tokens: only layers of full attention take part"
         for index, layer in layers.items()
     }
+
+
+def calibrated_layers(
+    scheme: SchemeConfig, layers: Mapping[int, LayerGeometry | str]
+) -> dict[int, LayerGeometry | str]:
+    """``layers``, with reasons for those that a calibration of ``scheme`` leaves out: layers with a sliding window,
+    unless the scheme sets bit widths by layer and packing the window saves memory."""
+
+    if not isinstance(scheme, CalibratedWaterfillConfig):
+        return full_attention(layers)
+    found = dict(layers)
+    for index, layer in layers.items():
+        if isinstance(layer, LayerGeometry) and layer.window is not None:
+            plan = sliding_plan(scheme, layer)
+            found[index] = plan if isinstance(plan, str) else layer
+    return found
 
 
 def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]]:
