@@ -301,8 +301,8 @@ SHARED_OUT = dict(scheme="waterfill-static", recent=8, residual=16, sinks=2, blo
 
 @pytest.fixture(scope="module", params=["static", "hybrid"])
 def calibrated(request):
-    """A model with windows of 64, and its calibration."""
-    model = gemma(64)
+    """A model with windows of 128, and its calibration."""
+    model = gemma(128)
     data = tokens(4, 160, seed=1)
     return model, kvpass.calibrate(model, data, {**SHARED_OUT, "form": request.param}, progress=False)
 
@@ -312,7 +312,7 @@ def test_a_calibration_packs_windows_that_are_long_enough(calibrated):
     assert len(calibration.predictors) == len(calibration.model["layers"]) == 6
     report = kvpass.explain(kvpass.apply(model, calibration, lowering="eager"))
     kvpass.remove(model)
-    assert report.packed == 6 and "in a window of 64" in report.layers[0].plan
+    assert report.packed == 6 and "in a window of 128" in report.layers[0].plan
     short = gemma(24)
     of_short = kvpass.calibrate(short, tokens(2, 160, seed=1), SHARED_OUT, progress=False)
     assert len(of_short.predictors) == 1
@@ -324,7 +324,7 @@ def test_a_calibration_packs_windows_that_are_long_enough(calibrated):
 def test_freed_pages_do_not_change_how_calibrated_keys_are_rotated(calibrated):
     """Page rotations follow token numbers, and freed tokens still count. A cache that frees nothing is the oracle."""
     model, calibration = calibrated
-    calls = [(60, 0), (40, 0), (1, 0), (30, 0), (1, 0)]
+    calls = [(120, 0), (50, 0), (1, 0), (40, 0), (1, 0)]
     kvpass.apply(model, calibration, lowering="eager")
     try:
         found, cache = called(model, calls)

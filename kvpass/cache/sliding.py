@@ -194,7 +194,7 @@ def sliding_plan(scheme: SchemeConfig, layer: LayerGeometry) -> LayerPlan | str:
     except KVPassError:
         return f"{what}, hardly more than this scheme keeps exact. It stays in full precision"
     exact = (layer.window - 1) * layer.values_per_token * layer.dtype.itemsize
-    packed = sum(_most_bytes(*each, layer.dtype, scheme) for each in zip((key, value), layer.heads, strict=True))
+    packed = sum(_most_bytes(*each, layer, scheme) for each in zip((key, value), layer.heads, strict=True))
     if packed > _PAYS * exact and not key.quantizer.raw:  # unquantized pages are for tests
         return (
             f"{what}. Packed, it would take {packed:,} bytes instead of {exact:,}, because some tokens stay exact, so "
@@ -224,11 +224,12 @@ def _sliding(spec: CodecSpec, span: int) -> CodecSpec:
     return replace(spec, retention=replace(retention, window=window, span=span))
 
 
-def _most_bytes(spec: CodecSpec, heads: Heads, dtype: torch.dtype, scheme: SchemeConfig) -> int:
+def _most_bytes(spec: CodecSpec, heads: Heads, layer: LayerGeometry, scheme: SchemeConfig) -> int:
     """The most bytes that a state takes between two calls. With calibrated bit widths: if all coordinates had the
-    scheme's mean bit width, rounded up."""
+    expected bit width, rounded up."""
     shared: SharedTensors | None = None
     if isinstance(scheme, CalibratedWaterfillConfig):
-        widths = torch.full((heads.number, Shares.of(spec).ranks, heads.dim), math.ceil(scheme.bits))
+        widths = torch.full((heads.number, Shares.of(spec).ranks, heads.dim), math.ceil(scheme.expected_bits(layer)))
         shared = SharedTensors(share_of(widths) if name == "share" else None for name in of_model(spec))
-    return KVState.allocate(spec, 1, *heads, dtype, torch.device("meta"), spec.retention.most, shared=shared).nbytes
+    meta, most = torch.device("meta"), spec.retention.most
+    return KVState.allocate(spec, 1, *heads, layer.dtype, meta, most, shared=shared).nbytes

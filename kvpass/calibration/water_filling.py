@@ -24,6 +24,7 @@ from ..codec.tensors import of_model
 from ..models.arguments import handing
 from ..models.probe import fresh_cache
 from ..schemes import CalibratedWaterfillConfig, LayerGeometry, LayerPlan
+from ..schemes.waterfill import share_of_tokens
 from .sensitivity import Seen, look
 
 _REPEATED = 0.5  # share of the Fisher information that comes from texts with a repeated half
@@ -34,7 +35,6 @@ _RICH_WORTH = 6.0  # cost of an error in a rich token, relative to other tokens
 _TEMPER = 0.85  # exponent on measured head costs: few texts overestimate the largest
 _SHIFTS = 1, 16, 256  # position offsets from which the rotation of keys is found
 _TOLERANCE, _LEAST_ANGLE = 0.05, 1e-6  # relative error of a rotation; smallest angle
-_TOKENS = 8192  # length of the cache whose bits are divided between sliding windows and full attention
 _DISTANCES = 112, 4096  # range of distances from a key to the queries that rank it
 
 Fitted = tuple[list[Tensor], list[Tensor]]
@@ -312,17 +312,16 @@ def _water_fill(
     axes: dict[int, tuple[_Axes, _Axes]], layers: dict[int, LayerGeometry], config: CalibratedWaterfillConfig
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Bit widths of the keys and values of each layer, ``[H, ranks, D]`` uint8. A bit of a sliding window takes less
-    memory than one of full attention, in proportion to their tokens in a cache of `_TOKENS`."""
+    memory than one of full attention, in proportion to `share_of_tokens`."""
     of_heads = torch.cat([one.cost.sum(-1) for both in axes.values() for one in both])
     mean = of_heads.mean()
     worth = torch.tensor([_RICH_WORTH**0.5, _RICH_WORTH**-0.5] if config.ranked else [1.0], dtype=torch.float64)
     costs, memory = [], []
     for index, both in axes.items():
-        stored = min(layers[index].window or _TOKENS, _TOKENS) / _TOKENS
         for one in both:
             tempered = (one.cost.sum(-1, keepdim=True) / mean) ** (_TEMPER - 1)
             costs.append((one.cost * tempered).unsqueeze(1) * worth.view(1, -1, 1))
-            memory.append(torch.full_like(costs[-1], stored))
+            memory.append(torch.full_like(costs[-1], share_of_tokens(layers[index])))
     flat, sizes = (torch.cat([one.flatten() for one in each]) for each in (costs, memory))
     found = water_fill(flat, round(min(config.bits, WIDEST) * float(sizes.sum())), sizes)
     parts = [part.view(cost.shape) for part, cost in zip(found.split([c.numel() for c in costs]), costs, strict=True)]

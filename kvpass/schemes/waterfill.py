@@ -12,7 +12,7 @@ tokens get the same bits, and the keys' rotary part, which all heads share, gets
 """
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, log2
 from typing import Literal
 
 from ..codec.allocation import SHARES, Allocation
@@ -113,6 +113,14 @@ class WaterfillConfig(StorageConfig):
         return CalibratedWaterfillConfig(**same, ranked=any(self.rich_key_fields))
 
 
+_TOKENS = 8192  # length of the cache whose bits a calibration divides between sliding windows and full attention
+
+
+def share_of_tokens(layer: LayerGeometry) -> float:
+    """The share of the tokens of a long cache that ``layer`` stores: less than 1 with a sliding window."""
+    return min(layer.window or _TOKENS, _TOKENS) / _TOKENS
+
+
 @register_scheme(waterfill_hybrid=dict(form="hybrid", bits=2.0))
 @dataclass(frozen=True, kw_only=True)
 class CalibratedWaterfillConfig(StorageConfig):
@@ -160,6 +168,11 @@ class CalibratedWaterfillConfig(StorageConfig):
                 "The tokens of a page must be consecutive: use a retention that neither evicts nor thins out tokens."
             )
         self._plan(self.block_size, self.block_size, "")
+
+    def expected_bits(self, layer: LayerGeometry) -> float:
+        """The mean bit width to expect in ``layer``, whose bits take less memory if it has a sliding window: errors are
+        divided by 4 per bit, so a quarter of the memory buys a bit more."""
+        return min(self.bits - log2(share_of_tokens(layer)) / 2, WIDEST)
 
     def _policy(self) -> Retention:
         return self.retention or Retention(self.recent + self.residual, self.residual, self.sinks)
