@@ -213,7 +213,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
         start, total = common.query_start_loc.long(), common.seq_lens.long()
         past = total - (start[1:] - start[:-1])
         pages = BlockTable(common.block_table_tensor.long(), self.layout.slots)
-        return PackedMetadata(start, past, total, pages, self.layout.lead)
+        return PackedMetadata(start, past, total, pages, self.layout.lead, common.max_query_len)
 
 
 def _own(backend: AttentionBackendEnum) -> Any:

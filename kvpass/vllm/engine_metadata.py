@@ -36,12 +36,13 @@ class PackedMetadata:
     total: Tensor
     pages: BlockTable
     lead: int
+    most: int
     batch: Batch | None = None
 
     def with_window(self, window: WindowMetadata) -> Batch:
         """The complete batch; the layers of a group share what is computed for it."""
         if self.batch is None:
-            self.batch = Batch(self.start, self.past, self.total, self.pages, window.table, self.lead)
+            self.batch = Batch(self.start, self.past, self.total, self.pages, window.table, self.lead, self.most)
         return self.batch
 
 
