@@ -16,8 +16,8 @@ import kvpass
 from kvpass import KVPassError, NonFiniteError
 from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState, ModelTensors
-from kvpass.calibration import sensitivity
-from kvpass.calibration.water_filling import Statistics, add_text, find_turns, measure, repeating
+from kvpass.calibration import sensitivity, water_filling
+from kvpass.calibration.water_filling import Statistics, Turn, add_text, find_turns, measure, repeating
 from kvpass.codec import CodecSpec, Quantizer, Shares, Transform, dequantize_pages, parse, quantize_pages
 from kvpass.codec.page_rope import numbered
 from kvpass.codec.shares import WIDEST, divided, fields_of, high_precision_masks, page_bytes, share_of, water_fill
@@ -379,6 +379,20 @@ def test_calibrations_report_the_size_of_a_cache(models):
 def _bits(tensors):
     share = next(tensor for tensor in tensors if tensor.dtype == torch.int32)
     return int((share[..., -1] * torch.tensor([2, 1, 0])).sum())
+
+
+@pytest.mark.parametrize("rope", ["half-32", "half-8", "interleaved-32", ""])
+def test_the_rotation_of_keys_is_found_although_few_channels_have_most_of_the_energy(rope):
+    """Keys as in Gemma 3: the largest channel belongs to a pair that one position hardly turns."""
+    size, pairs = 64, int(rope.partition("-")[2] or 1)
+    keys = randn(0, 2, 16, size)
+    keys[..., {"half-8": 7, "interleaved-32": 62}.get(rope, 31)] += 200
+    angles = torch.linspace(0, 1, pairs).neg().mul(14).exp()
+    turned = {shift: Turn(rope, angles)(keys, torch.full((16,), shift)) for shift in (0, *water_filling._SHIFTS)}
+    found = water_filling._turn(turned)
+    assert found.rope == rope
+    if rope:
+        torch.testing.assert_close(found.angles, angles, rtol=1e-3, atol=1e-6)
 
 
 @torch.no_grad()

@@ -90,31 +90,34 @@ def find_turns(model: nn.Module, layers: dict[int, LayerGeometry], ids: Tensor) 
 
 
 def _turn(keys: dict[int, Tensor]) -> Turn:
-    """The rotation of keys ``[H, T, D]``, which are given for several position shifts, including 0 and 1."""
-    size = keys[0].shape[-1]
-    for pairs in range(1, size // 2 + 1):
-        for rope in (f"half-{pairs}", f"interleaved-{pairs}"):
-            angle = _between(keys[0], keys[1], rope)
-            if angle is None or not (angle.abs() > _LEAST_ANGLE).any():
-                continue
+    """The rotation of keys ``[H, T, D]``, which are given for several position shifts, including 0."""
+    keys = {shift: each.double() for shift, each in keys.items()}
+    pairings = [f"{kind}-{pairs}" for pairs in range(1, keys[0].shape[-1] // 2 + 1) for kind in ("half", "interleaved")]
+    best, least = _NO_TURN, _TOLERANCE**2 * float(keys[0].square().sum())
+    for rope in pairings:  # slow channels hardly turn over small shifts, so larger ones tell pairings apart
+        angles = {}
+        for shift in reversed(_SHIFTS):
+            angles[shift], error = _between(keys[0], keys[shift], rope)
+            if error >= least:
+                break
+        else:
+            angle = angles[_SHIFTS[0]]
             for shift in _SHIFTS[1:]:  # larger shifts give more precise angles
-                far = _between(keys[0], keys[shift], rope)
-                if far is not None:
-                    more = torch.remainder(far - shift * angle + torch.pi, 2 * torch.pi) - torch.pi
-                    angle = angle + more / shift
-            return Turn(rope, angle.float().cpu())
-    return _NO_TURN
+                more = torch.remainder(angles[shift] - shift * angle + torch.pi, 2 * torch.pi) - torch.pi
+                angle = angle + more / shift
+            if (angle.abs() > _LEAST_ANGLE).any():
+                best, least = Turn(rope, angle.float().cpu()), _between(keys[0], keys[_SHIFTS[-1]], rope)[1]
+    return best
 
 
-def _between(before: Tensor, after: Tensor, rope: str) -> Tensor | None:
-    """The angles ``[p]`` float64 by which ``rope`` turns ``before`` into ``after``, both ``[H, T, D]``; None if it does
-    not."""
-    first, second, rest = split_pairs(torch.stack([before, after]).double(), rope)
+def _between(before: Tensor, after: Tensor, rope: str) -> tuple[Tensor, float]:
+    """The angles ``[p]`` by which ``rope`` turns ``before`` into ``after`` most closely, both ``[H, T, D]``, and the
+    squared error; float64."""
+    first, second, rest = split_pairs(torch.stack([before, after]), rope)
     was, became = torch.complex(first, second)
     angle = (became * was.conj()).sum((0, 1)).angle()
     error = (became - was * torch.polar(torch.ones_like(angle), angle)).abs().square().sum()
-    error = error + (rest[1] - rest[0]).square().sum()
-    return angle if error < _TOLERANCE**2 * before.double().square().sum() else None
+    return angle, float(error + (rest[1] - rest[0]).square().sum())
 
 
 _NO_TURN = Turn("", torch.empty(0))
