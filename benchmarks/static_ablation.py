@@ -96,6 +96,8 @@ def calibrated(model, tokenizer, rows) -> dict[str, Calibration]:
     layers = calibrated_layers(schemes.get("waterfill-static"), probe(model))
     parts, found, described = statistics_of(model, tokenizer), {}, describe(model, layers)
     for name, row in rows.items():
+        if row not in ROWS.values():
+            raise SystemExit(f"unknown row {name!r}: choose from {', '.join(ROWS)}")
         text, count, change, per, fields = row
         chosen = [
             part

@@ -143,7 +143,7 @@ def main(table: Mapping[str, Any] = ROWS, description: str | None = __doc__, sch
     parser.add_argument("--then", metavar="FILE", help="what follows behind every prompt, instead of the text itself")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt; default 1024")
     parser.add_argument("--scored", type=int, default=512, help="tokens behind it that are scored; default 512")
-    parser.add_argument("rows", nargs="*", default=list(table), metavar="row")
+    parser.add_argument("rows", nargs="*", default=list(table), metavar="row", help="of the table, or names of schemes")
     args = parser.parse_args()
     model, tokenizer = models.load(args.model)
     half = copy.deepcopy(model).bfloat16()
@@ -152,7 +152,7 @@ def main(table: Mapping[str, Any] = ROWS, description: str | None = __doc__, sch
     if args.then:
         behind = texts.tokens(tokenizer, args.then, args.scored)
         sources = {name: torch.cat([ids[:, : args.prompt], behind], 1) for name, ids in sources.items()}
-    chosen = schemes_of(model, tokenizer, {name: table[name] for name in args.rows})
+    chosen = schemes_of(model, tokenizer, {name: table.get(name, {"scheme": name}) for name in args.rows})
     results = quality.evaluate(model, sources, args.prompt, chosen, one_pass=True)
     print("| | bits at 8k | mean KL | top-1 |" + "".join(f" KL, {Path(name).stem} | top-1 |" for name in sources))
     print("|---|--:|--:|--:|" + "--:|--:|" * len(sources))
