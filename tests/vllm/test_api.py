@@ -72,7 +72,7 @@ def test_blocks_of_a_sliding_window_are_kept_for_the_tokens_before_a_step():
 
 
 def test_metadata_of_a_step_has_what_a_batch_takes():
-    needed = {"query_start_loc", "seq_lens", "block_table_tensor", "num_actual_tokens"}
+    needed = {"query_start_loc", "seq_lens", "block_table_tensor", "num_actual_tokens", "max_query_len"}
     assert needed <= {one.name for one in fields(CommonAttentionMetadata)}
     assert names(AttentionMetadataBuilder.__init__) == ["kv_cache_spec", "layer_names", "vllm_config", "device"]
     assert names(AttentionMetadataBuilder.build) == ["common_prefix_len", "common_attn_metadata", "fast_build"]
