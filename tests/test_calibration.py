@@ -109,14 +109,14 @@ def test_layers_dequantize_to_what_calibration_saw(calibrated, tmp_path, monkeyp
     rounding in files."""
     model, calibration = calibrated
     kept = {}
-    original = fitting._Chain._decode
+    original = fitting._Chain._dequantize
 
     def spy(self, part, *args):
         out = original(self, part, *args)
         kept[part.layer, part.role] = self._load(0, part.layer, part.role)
         return out
 
-    monkeypatch.setattr(fitting._Chain, "_decode", spy)
+    monkeypatch.setattr(fitting._Chain, "_dequantize", spy)
     config = kvpass.schemes.get(calibration.scheme, predictor="linear")
     again = kvpass.calibrate(model, data(), config, progress=False)
     with packed(model, again):
