@@ -15,7 +15,6 @@ from kvpass import schemes
 from kvpass.calibration import water_filling
 from kvpass.calibration.water_filling import share_out
 from kvpass.codec.shares import water_fill
-from kvpass.models.probe import calibrated_layers, probe
 from kvpass.schemes.calibrated import Calibration, describe
 
 Statistics = Mapping[int, water_filling.Statistics]
@@ -93,11 +92,11 @@ ROWS: dict[str, tuple[str, int, Callable, str, dict]] = {
 
 
 def calibrated(model, tokenizer, rows) -> dict[str, Calibration]:
-    layers = calibrated_layers(schemes.get("waterfill-static"), probe(model))
-    parts, found, described = statistics_of(model, tokenizer), {}, describe(model, layers)
+    if unknown := rows.keys() - ROWS.keys():
+        raise SystemExit(f"unknown rows {', '.join(sorted(unknown))}: choose from {', '.join(ROWS)}")
+    parts, found = statistics_of(model, tokenizer), {}
+    described = describe(model, {index: own.layer for index, own in parts[0].statistics.items()})
     for name, row in rows.items():
-        if row not in ROWS.values():
-            raise SystemExit(f"unknown row {name!r}: choose from {', '.join(ROWS)}")
         text, count, change, per, fields = row
         chosen = [
             part

@@ -121,7 +121,7 @@ def calibrated(model, tokenizer, rows: Mapping[str, str | dict[str, Any]]) -> di
         for name, config in found.items():
             if isinstance(config, schemes.CalibratedWaterfillConfig):
                 statistics = statistics or merged(statistics_of(model, tokenizer))
-                described = describe(model, calibrated_layers(config, probe(model)))
+                described = describe(model, {index: own.layer for index, own in statistics.items()})
                 found[name] = Calibration(*share_out(statistics, config), described, {}, {})
             elif config.needs_calibration:
                 ids = (texts.tokens(tokenizer, text, SKIPPED + CALIBRATED * LENGTH) for text in texts.available())

@@ -166,7 +166,7 @@ def plans_of(
     for index, layer in layers.items():
         if isinstance(layer, str) or layer.cross:
             continue
-        plan = scheme.plan_of(layer) if layer.window is None else sliding_plan(scheme, layer)
+        plan = plan_for(scheme, layer)
         if layer.indexer_dim is not None and isinstance(plan, LayerPlan) and plan.evicts:
             plan = _NOT_EVICTED
         if isinstance(plan, str):
@@ -177,6 +177,11 @@ def plans_of(
         reasons = sorted({layer for layer in found.values() if isinstance(layer, str)})
         raise KVPassError(f"{scheme.name!r} packs no layer of this model: {'; '.join(reasons)}.")
     return plans, found
+
+
+def plan_for(scheme: SchemeConfig, layer: LayerGeometry) -> LayerPlan | str:
+    """The plan of ``layer``, of full attention or with a sliding window, or the reason why it is not packed."""
+    return scheme.plan_of(layer) if layer.window is None else sliding_plan(scheme, layer)
 
 
 def sliding_plan(scheme: SchemeConfig, layer: LayerGeometry) -> LayerPlan | str:

@@ -38,8 +38,8 @@ class Seen:
 
 class _Tap(TorchFunctionMode):
     """Within this context, the SDPA that follows a write to a packed cache layer runs on keys and values that are
-    autograd leaves, wherever a query sees them from at least as far behind as ``far`` has for the layer and they are
-    not among the first ``sinks``."""
+    autograd leaves, wherever a query is at least ``far[layer]`` tokens later and they are not among the first
+    ``sinks``."""
 
     def __init__(self, layers: dict[int, LayerGeometry], far: Mapping[int, int], sinks: int):
         super().__init__()
@@ -115,8 +115,7 @@ def look(
 ) -> dict[int, Seen]:
     """The inputs of the attention of ``layers`` when ``model`` reads ``ids`` ``[1, T]``, and what errors in them cost.
 
-    far, sinks: a token counts for queries at least ``far`` of the layer tokens later, unless it is among the first
-        ``sinks``.
+    far, sinks: a token counts for queries at least ``far[layer]`` tokens later, unless it is among the first ``sinks``.
 
     Raises `KVPassError` if the attention of a layer does not use SDPA, whose arguments can be observed.
     """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..cache.sliding import sliding_plan
+from ..cache.sliding import plan_for
 from ..codec.probes import QUERIES
 from ..codec.rope import rotate, split_pairs
 from ..codec.shares import WIDEST, Shares, share_of, water_fill
@@ -95,18 +95,18 @@ def _turn(keys: dict[int, Tensor]) -> Turn:
     pairings = [f"{kind}-{pairs}" for pairs in range(1, keys[0].shape[-1] // 2 + 1) for kind in ("half", "interleaved")]
     best, least = _NO_TURN, _TOLERANCE**2 * float(keys[0].square().sum())
     for rope in pairings:  # slow channels hardly turn over small shifts, so larger ones tell pairings apart
-        angles = {}
+        found: dict[int, tuple[Tensor, float]] = {}
         for shift in reversed(_SHIFTS):
-            angles[shift], error = _between(keys[0], keys[shift], rope)
-            if error >= least:
+            found[shift] = _between(keys[0], keys[shift], rope)
+            if found[shift][1] >= least:
                 break
         else:
-            angle = angles[_SHIFTS[0]]
+            angle = found[_SHIFTS[0]][0]
             for shift in _SHIFTS[1:]:  # larger shifts give more precise angles
-                more = torch.remainder(angles[shift] - shift * angle + torch.pi, 2 * torch.pi) - torch.pi
+                more = torch.remainder(found[shift][0] - shift * angle + torch.pi, 2 * torch.pi) - torch.pi
                 angle = angle + more / shift
             if (angle.abs() > _LEAST_ANGLE).any():
-                best, least = Turn(rope, angle.float().cpu()), _between(keys[0], keys[_SHIFTS[-1]], rope)[1]
+                best, least = Turn(rope, angle.float().cpu()), found[_SHIFTS[-1]][1]
     return best
 
 
@@ -228,8 +228,8 @@ def add_text(
 
 def _distance_when_packed(config: CalibratedWaterfillConfig, layer: LayerGeometry) -> int:
     """How many tokens behind the newest a page's middle token is when the page is packed."""
-    plan = config.plan(layer) if layer.window is None else sliding_plan(config, layer)
-    assert isinstance(plan, LayerPlan)
+    plan = plan_for(config, layer)
+    assert isinstance(plan, LayerPlan), "only layers that are packed are calibrated"
     retention = plan.key.retention
     return retention.window - retention.page_size // 2
 

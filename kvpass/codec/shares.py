@@ -191,13 +191,13 @@ def water_fill(cost: Tensor, bits: int, size: Tensor | None = None) -> Tensor:
     coordinates cannot take that many bits.
     """
     saved = -torch.tensor(DISTORTION[: WIDEST + 1], dtype=torch.float64).diff()
-    sizes = torch.ones_like(cost, dtype=torch.float64) if size is None else size.double()
-    each = ((cost.double() / sizes).flatten().unsqueeze(-1) * saved).flatten()
-    most = round(WIDEST * float(sizes.sum()))
+    size = torch.ones_like(cost, dtype=torch.float64) if size is None else size.double()
+    each = ((cost.double() / size).flatten().unsqueeze(-1) * saved).flatten()
+    most = round(WIDEST * float(size.sum()))
     if not 0 <= bits <= most:
         raise KVPassError(f"{cost.numel()} coordinates take 0 to {most} bits, not {bits}.")
     order = each.sort(descending=True, stable=True).indices // WIDEST
-    taken = order[sizes.flatten()[order].cumsum(0) <= bits + 1e-6]
+    taken = order[size.flatten()[order].cumsum(0) <= bits + 1e-6]  # sums of sizes are rounded
     return torch.bincount(taken, minlength=cost.numel()).view(cost.shape).to(torch.uint8)
 
 

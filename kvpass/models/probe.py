@@ -44,7 +44,6 @@ def calibrated_layers(
 ) -> dict[int, LayerGeometry | str]:
     """``layers``, with reasons for those that a calibration of ``scheme`` leaves out: layers with a sliding window,
     unless the scheme sets bit widths by layer and packing the window saves memory."""
-
     if not isinstance(scheme, CalibratedWaterfillConfig):
         return full_attention(layers)
     found = dict(layers)
