@@ -15,7 +15,7 @@ from kvpass.codec.pages import dequantize_pages, replace_tokens, share_codes
 from kvpass.codec.predictor import PREDICTORS, predict
 from kvpass.codec.quantizer import RAW
 from kvpass.codec.spec import CodecSpec
-from kvpass.codec.tensors import Pack, of_model
+from kvpass.codec.tensors import Pack, of_model, of_pages, of_state
 from kvpass.errors import KVPassError
 from kvpass.layout.eviction import choose, every_second, evict, update_importance
 from kvpass.layout.pool import whole
@@ -35,6 +35,13 @@ MERGED = PLACES | {f"bits={bits}" for bits in (*FIELDS, *RAW)} | {"per=channel",
 MERGED |= {"rotation", "grid"}
 """Features of the specs that `append_layers` may be called with, besides per-channel bit widths."""
 CHUNK = 4096  # tokens predicted, or gathered from layers, at a time: bounds temporary memory
+
+
+def stands_alone(spec: CodecSpec) -> bool:
+    """Whether `append_layers` takes layers with ``spec``: what is stored depends only on their own tokens or, with a
+    codec, on nothing that another layer decides."""
+    fitted = of_state(spec)[len(of_pages(spec)) + 1 :]
+    return spec.quantizer.codec is not None or (not fitted and spec.features <= MERGED)
 
 
 def decide(call: AppendCall) -> None:

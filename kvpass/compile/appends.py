@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from kvpass.lowering.append import MERGED
+from kvpass.lowering.append import stands_alone
 
 from ..codec.spec import CodecSpec, parse
-from ..codec.tensors import of_pages, of_state
+from ..codec.tensors import of_state
 from ..errors import KVPassError
 from .calls import APPEND, APPEND_LAYERS, call
 from .nodes import integer, operand, operands, value_of
@@ -72,13 +72,11 @@ class Append:
 
     @property
     def stands_alone(self) -> bool:
-        """Whether it can be merged with the appends of other layers. That holds if what is stored depends only on its
-        own tokens, or, with a codec, on nothing that another layer decides."""
-        fitted = self.state[len(of_pages(self.codec)) + 1 :]
+        """Whether it can be merged with the appends of other layers."""
         has_codec = self.codec.quantizer.codec is not None
         known = (*_ALWAYS, *_OF_EACH, *_COMMON) if has_codec else _ALWAYS
         given = (value for name, value in self.arguments.items() if name not in known)
-        return not any(given) and (has_codec or (not fitted and self.codec.features <= MERGED))
+        return not any(given) and stands_alone(self.codec)
 
 
 def tensor_of(state: list[Node], codec: CodecSpec, name: str) -> Node:

@@ -1,5 +1,7 @@
-"""Launches attention over pages with per-channel bit widths, and decides which calls are supported."""
+"""Launches attention over pages with per-channel bit widths, calibrated or not, and decides which calls are
+supported."""
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -8,13 +10,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from kvpass.codec.allocation import Allocation
 from kvpass.codec.bitpack import byte_rows
 from kvpass.codec.rope import parse_rope
+from kvpass.codec.shares import Shares, page_bytes
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.tensors import Pack
-from kvpass.codec.transform_coding import FIELD_BITS, weights
+from kvpass.codec.transform_coding import FIELD_BITS, STEPS, weights
 from kvpass.errors import KVPassError
 from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device
@@ -25,10 +29,12 @@ from .configs import AttendConfig, cdiv, splits_of
 from .kernel_arguments import MAX_VALUES, MERGED_AT_ONCE, OPERANDS, mask_and_strides, operand_dtype
 from .page_queries import field_rows, mean_rows, page_queries
 from .read_fields import LEAST, Fields, Number, Piece
+from .read_shares import LINES, share_rows
 from .scores import LOG2E, Rules
 from .unpacking import Layout
 
-FEATURES = {"codec=allocated", *(f"codec.{x}" for x in ("rich_pairs", "rich_singles", "follows"))}
+FEATURES = {"codec=allocated", "codec=shares"}
+FEATURES |= {f"codec.{x}" for x in ("rich_pairs", "rich_singles", "follows", "ranked", "adapts")}
 _NUMBERS = {tl.bfloat16: Number(tl.bfloat16, 7, 0x43), tl.float16: Number(tl.float16, 10, 0x64)}
 _ROWS = 16  # fields per program of `field_rows`
 _LINES = 64  # pages times rows per tile of `page_queries`
@@ -38,9 +44,9 @@ _CHANNELS = 32  # channels per program of `fields_to_channels`
 def refuses_fields(specs: list[CodecSpec]) -> str | None:
     """The reason why attention over specs with per-channel bit widths is not supported, or None. Other features are
     checked elsewhere."""
-    if not all(isinstance(spec.codec, Allocation) for spec in specs):
-        return "keys and values must both have per-channel bit widths, or neither."
-    of_keys, of_values = map(Allocation.of, specs)
+    of_keys, of_values = (spec.codec for spec in specs)
+    if not isinstance(of_keys, (Allocation, Shares)) or type(of_values) is not type(of_keys):
+        return "keys and values must both have per-channel bit widths, calibrated or not, or neither."
     if (of_values.ranked, of_values.follows) != (of_keys.ranked, of_keys.ranked):
         return "values must have the same per-token bit widths as their keys."
     transform = specs[0].transform
@@ -65,6 +71,8 @@ def _widths(count: int) -> list[int]:
 @cache
 def layout_of(spec: CodecSpec, head_dim: int) -> Fields:
     """The layout of pages of ``spec`` for kernels."""
+    if isinstance(spec.codec, Shares):
+        return _layout_of_shares(spec, head_dim)
     allocation, retention = Allocation.of(spec), spec.retention
     start, at, pieces, gains = byte_rows(spec.page_size, 1) if allocation.ranked else 0, 0, [], []
     for tokens, counts in zip(allocation.tokens(spec.page_size), allocation.counts(head_dim), strict=True):
@@ -81,6 +89,15 @@ def layout_of(spec: CodecSpec, head_dim: int) -> Fields:
     return Fields(
         start, spec.page_size, tokens, tuple(gains), tuple(pieces), at, allocation.ranked, retention.sinks,
         retention.residual,
+    )  # fmt: skip
+
+
+def _layout_of_shares(spec: CodecSpec, head_dim: int) -> Fields:
+    tokens, width = Shares.of(spec).tokens(spec.page_size), max(LEAST.value, triton.next_power_of_2(head_dim))
+    pieces = tuple((Piece(0, 0, 0, 0, head_dim, width, rank * width),) for rank in range(len(tokens)))
+    return Fields(
+        0, spec.page_size, tokens[0], (0,) * len(tokens), pieces, len(tokens) * width, len(tokens) > 1,
+        spec.retention.sinks, spec.retention.residual, shared=True,
     )  # fmt: skip
 
 
@@ -101,11 +118,11 @@ _weights = cache(weights)
 
 
 def _number(layouts: tuple[Fields, ...], operand: tl.dtype) -> Number:
-    """How fields become floats: read four bytes at a time if all offsets are multiples of 4."""
+    """How fields become floats: read four bytes at a time if all offsets are multiples of 4 in all layers."""
     pieces = [piece for layout in layouts for of_rank in layout.pieces for piece in of_rank]
     offsets = [offset for piece in pieces for offset in (piece.start, piece.row)]
     offsets += [offset for layout in layouts for offset in (*layout.gains, layout.size)]
-    fours = not any(offset % 4 for offset in offsets)
+    fours = not any(offset % 4 for offset in offsets) and not any(layout.shared for layout in layouts)
     return _NUMBERS[operand] if fours and operand in _NUMBERS else Number(operand, 0, 0)
 
 
@@ -125,24 +142,54 @@ def _exact_layout(spec: CodecSpec, head_dim: int, rope: str = "") -> Layout:
     )  # fmt: skip
 
 
+_shares: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+
+
+def _share_on(device: torch.device, share: Tensor) -> Tensor:
+    """A layer's share, which is on the host, on the device: copied once, because a captured step cannot."""
+    if share not in _shares:
+        _shares[share] = share.contiguous().to(device)
+    return _shares[share]
+
+
+@cache
+def _steps(device: torch.device) -> Tensor:
+    """The step size of each bit width."""
+    return torch.tensor([0.0, *STEPS], device=device)
+
+
 @dataclass
 class _Fitted:
-    """The pages of the keys or values of a layer, and the contributions of their fields to channels (`field_rows`)."""
+    """The pages of the keys or values of a layer, and the contributions of their fields to channels (`field_rows`,
+    `share_rows`). With calibrated bit widths also the places of fields, and the bytes of a page."""
 
     pages: Tensor
     rows: Tensor
     layout: Fields
+    places: Tensor | None = None
+    size: int = 0
 
     @classmethod
     def of(cls, pack: Pack, n: int, spec: CodecSpec, dtype: torch.dtype) -> "_Fitted":
-        basis, places = pack.fitted["basis"].contiguous(), pack.fitted["fields"].contiguous()
-        (batch, heads, head_dim, size), layout = basis.shape, layout_of(spec, basis.shape[2])
-        rows = torch.empty((batch * heads, layout.width, head_dim), dtype=dtype, device=basis.device)
-        field_rows[batch * heads, layout.width // _ROWS](
-            basis, places, _columns(spec, head_dim, basis.device), _weights(basis.device), rows, head_dim, size,
-            places.shape[-1], layout.width, _ROWS,
+        basis, pages = pack.fitted["basis"].contiguous(), whole(pack.pools[0], spec.retention.pages(n))
+        (_, heads, head_dim, size), layout = basis.shape, layout_of(spec, basis.shape[2])
+        groups = len(pack.ring) * heads
+        rows = torch.empty((groups, layout.width, head_dim), dtype=dtype, device=basis.device)
+        if not layout.shared:
+            places = pack.fitted["fields"].contiguous()
+            field_rows[groups, layout.width // _ROWS](
+                basis, places, _columns(spec, head_dim, basis.device), _weights(basis.device), rows, head_dim, size,
+                places.shape[-1], layout.width, _ROWS,
+            )  # fmt: skip
+            return cls(pages, rows, layout)
+        share, widths, ranks = pack.fitted["share"], pack.fitted["widths"].contiguous(), len(layout.pieces)
+        width = layout.width // ranks
+        places = torch.empty((groups, ranks, LINES.value, width), dtype=torch.int32, device=basis.device)
+        share_rows[groups, ranks, cdiv(head_dim, _CHANNELS)](
+            basis, widths, _share_on(basis.device, share), _steps(basis.device), rows, places, len(widths) * heads,
+            head_dim, size, heads, width, layout.page, ranks, _CHANNELS,
         )  # fmt: skip
-        return cls(whole(pack.pools[0], spec.retention.pages(n)), rows, layout)
+        return cls(pages, rows, layout, places, page_bytes(share, spec))
 
     @property
     def capacity(self) -> int:
@@ -170,11 +217,12 @@ class _Projected(NamedTuple):
         if center is not None and page_rope:
             mean = q.new_empty((*size, K.page), dtype=torch.float32)
             of_mean = q.new_empty((batch * groups, K.page, head_dim), dtype=dtype)
-            mean_rows[batch * groups,](center.contiguous(), *tables[:2], of_mean, *tables.strides, groups, R, K)
+            center = center.expand(batch, -1, -1, -1).contiguous()
+            mean_rows[batch * groups,](center, *tables[:2], of_mean, *tables.strides, groups, R, K)
         elif center is not None:
             mean = (q.float().view(batch, groups, rows, head_dim) * center.float()).sum(-1) * (scale * LOG2E.value)
         page_queries[batch * groups, max(1, cdiv(size[1] * rows, _LINES))](
-            q, keys.rows, of_mean, keys.pages, *tables[:2], fields, sums, mean, length, scale, rows, size[1],
+            q, keys.rows, of_mean, keys.pages, keys.places, keys.size, *tables[:2], fields, sums, mean, length, scale, rows, size[1],
             *tables.strides, groups, R, K, N, _LINES, LEAST.value, 3,
             num_warps=4, maxnreg=128 if q.element_size() == 2 and head_dim <= 128 else None,
         )  # fmt: skip
@@ -244,9 +292,10 @@ def attend_allocated(call: AttendCall[Pack]) -> Tensor:
             config.queries, OPERANDS[dtype],
         )  # fmt: skip
         attend_fields[batch * groups, splits + 1, tiles](
-            q, keys.pages, key.ring, values.pages, value.ring, k_new, v_new.contiguous(), *projected, mask, summed,
-            exact, lse, length, queries, call.scale, keys.capacity, values.capacity, *of_mask, pages, config.exact,
-            rules, K, V, _exact_layout(k_spec, head_dim), W, N, bool(tables.rope), config.stages,
+            q, keys.pages, keys.places, key.ring, values.pages, values.places, value.ring, k_new, v_new.contiguous(),
+            *projected, mask, summed, exact, lse, length, queries, call.scale, keys.size, values.size, keys.capacity,
+            values.capacity, *of_mask, pages, config.exact, rules, K, V, _exact_layout(k_spec, head_dim), W, N,
+            bool(tables.rope), config.stages,
             num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
         )  # fmt: skip
         return _merged(summed, exact, lse, values, call)

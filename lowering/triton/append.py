@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.codec.allocation import Allocation
+from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import on_device
@@ -16,14 +17,11 @@ from .. import reference
 from ..append import APPENDED, append, append_layers, write_each
 from ..call_types import AppendCall, AppendLayersCall
 from ..table import DispatchKey, implements
+from .allocated import FEATURES
 from .configs import INTERPRETED, cdiv, refuses_device
 from .quantize import QUANTIZED, quantize, refuses
 
-_FITTED = {
-    "codec=allocated",
-    "page_rope",
-    *(f"codec.{name}" for name in ("follows", "rich_pairs", "rich_singles")),
-}
+_FITTED = FEATURES | {"page_rope", "numbered"}
 """Features of specs with per-channel bit widths: a kernel stores their tokens, and PyTorch quantizes their pages."""
 _TOKENS = 16  # per program
 _LAYERS = 64  # per launch: pointers are arguments, which are limited to 4 KB
@@ -87,11 +85,12 @@ def _write(
 
 
 def _encoder(spec: CodecSpec) -> Callable[..., tuple[Tensor, ...]]:
-    return reference.quantize if isinstance(spec.codec, Allocation) else quantize
+    return reference.quantize if isinstance(spec.codec, (Allocation, Shares)) else quantize
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:
-    return refuses_device(dispatch) if "codec=allocated" in dispatch.features[0] else refuses(dispatch)
+    fitted = {"codec=allocated", "codec=shares"} & dispatch.features[0]
+    return refuses_device(dispatch) if fitted else refuses(dispatch)
 
 
 @implements("append_", "triton", has=(QUANTIZED | APPENDED | _FITTED,), refuses=_refuses, by_name_only=INTERPRETED)

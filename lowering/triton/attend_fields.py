@@ -17,6 +17,7 @@ from .read_fields import (
     headroom_of,
     middle_of,
     pages_of,
+    pages_of_head,
     piece_fields,
     piece_number,
     pieces_of,
@@ -264,10 +265,10 @@ def _exact_split(
     tl.store(at_channel, found, mask=there[:, None] & real[None, :])
 
 
-@triton.jit(do_not_specialize=["queries", "mask_batch", "mask_head", "mask_query"])
+@triton.jit(do_not_specialize=["queries", "k_size", "v_size", "mask_batch", "mask_head", "mask_query"])
 def attend_fields(
-    q, k_pages, k_ring, v_pages, v_ring, k_new, v_new, fields, sums, mean, mask, summed, exact, lse, length, queries,
-    scale, k_capacity, v_capacity, mask_batch, mask_head, mask_query, PAGES: tl.constexpr, EXACT: tl.constexpr,
+    q, k_pages, k_places, k_ring, v_pages, v_places, v_ring, k_new, v_new, fields, sums, mean, mask, summed, exact, lse,
+    length, queries, scale, k_size, v_size, k_capacity, v_capacity, mask_batch, mask_head, mask_query, PAGES: tl.constexpr, EXACT: tl.constexpr,
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
     PAGE_ROPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -277,7 +278,8 @@ def attend_fields(
     query rows.
 
     The number of stored tokens is read from ``length``. ``fields``, ``sums`` and ``mean`` are results of
-    `page_queries`, with one page for all unless ``PAGE_ROPE``. ``summed`` receives the sums of the splits, in fields;
+    `page_queries`, with one page for all unless ``PAGE_ROPE``. With calibrated bit widths, ``k_places`` and ``v_places``
+    are results of `share_rows`, and pages have ``k_size`` and ``v_size`` bytes. ``summed`` receives the sums of the splits, in fields;
     ``exact``, the sums of the last program, in channels; ``lse``, the log-sum-exp of all.
     """
     n = tl.load(length).to(tl.int32)
@@ -296,12 +298,13 @@ def attend_fields(
     of_pages = PageQueries(
         fields + room * K.width, sums + room * runs_of(K), of_head if PAGE_ROPE else 0, mean
     )  # fmt: skip
-    k_pages, v_pages = k_pages + group * k_capacity * K.size, v_pages + group * v_capacity * V.size
+    key = pages_of_head(k_pages, k_places, k_size, group, k_capacity, Q.groups, K)
+    value = pages_of_head(v_pages, v_places, v_size, group, v_capacity, Q.groups, V)
     if split < splits:
         of_split = tl.cdiv(tl.cdiv(v_stop, PAGES), splits) * PAGES
         begin = split * of_split
         _packed_split(
-            k_pages, v_pages, of_pages, call, rows, begin, min(begin + of_split, v_stop),
+            key, value, of_pages, call, rows, begin, min(begin + of_split, v_stop),
             summed + (group * (splits - 1) + split) * of_head * V.width, lse + (group * splits + split) * of_head,
             PAGES, Q, K, V, N, PAGE_ROPE, STAGES,
         )  # fmt: skip
@@ -309,7 +312,7 @@ def attend_fields(
         k_ring, v_ring = k_ring + group * (R.sinks + R.window) * R.dim, v_ring + group * (W.sinks + W.window) * W.dim
         k_new, v_new = k_new + group * queries * R.dim, v_new + group * queries * R.dim
         _exact_split(
-            k_pages, k_ring, v_ring, k_new, v_new, q, of_pages, call, rows, v_stop, k_stop, exact,
+            key, k_ring, v_ring, k_new, v_new, q, of_pages, call, rows, v_stop, k_stop, exact,
             lse + (group + 1) * splits * of_head, PAGES, EXACT, Q, K, N, R, W, PAGE_ROPE,
         )  # fmt: skip
 

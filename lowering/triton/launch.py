@@ -14,6 +14,7 @@ from kvpass.codec.codebook import grid
 from kvpass.codec.hadamard import basis
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.second_level import SecondLevel
+from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.tensors import Pack
 from kvpass.errors import KVPassError
@@ -43,7 +44,7 @@ from .tuned import Case, configured
 from .unpacking import Layout
 
 _VALUES = WIDTHS | FEATURES | {"per=channel", "per=token", "rotation", "grid", "codec=second-level"}
-_ATTENDED = _VALUES | {"pre_rope", "center", "page_rope", "codec=boosted"}, _VALUES
+_ATTENDED = _VALUES | {"pre_rope", "center", "page_rope", "numbered", "codec=boosted"}, _VALUES
 _PRODUCT = 16  # minimum rows and columns of a product
 
 
@@ -59,7 +60,7 @@ def _refuses(dispatch: DispatchKey) -> str | None:
     specs = [parse(text) for text in dispatch.specs]
     if why := refuses_pages(specs, dispatch.head_dim):
         return why
-    if any(isinstance(spec.codec, Allocation) for spec in specs):
+    if any(isinstance(spec.codec, (Allocation, Shares)) for spec in specs):
         return refuses_fields(specs)
     if specs[0].transform.page_rope:
         return "keys with page-relative RoPE and one bit width for all channels have to be dequantized first."
@@ -266,7 +267,7 @@ def _count(lse: Tensor, mask: Tensor | None, statistic: str) -> None:
 @implements("attend", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
 def attend(call: AttendCall[Pack]) -> list[Tensor]:
     call = with_past(call)
-    if isinstance(call.k_spec.codec, Allocation):
+    if isinstance(call.k_spec.codec, (Allocation, Shares)):
         if call.statistic:  # no spec with per-channel bit widths needs it
             raise KVPassError(
                 "The Triton kernels return no attention mass for per-channel bit widths: use lowering='reference'."

@@ -7,7 +7,7 @@ The weights of fields are multiplied into queries once per page, so that fields 
 import triton
 import triton.language as tl
 
-from .read_fields import page_places, pages_of
+from .read_fields import page_places, pages_of, pages_of_head
 from .scores import LOG2E, Rope, parts_of
 
 
@@ -107,10 +107,10 @@ def _transposed(rows, line, parts, DIM: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["rows", "capacity"])
+@triton.jit(do_not_specialize=["rows", "capacity", "size"])
 def page_queries(
-    q, rows_of_fields, rows_of_mean, k_pages, cos, sin, out, sums, mean, length, scale, rows, capacity, table_batch,
-    table_row, GROUPS: tl.constexpr, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
+    q, rows_of_fields, rows_of_mean, k_pages, k_places, size, cos, sin, out, sums, mean, length, scale, rows, capacity,
+    table_batch, table_row, GROUPS: tl.constexpr, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
     COUNT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the contribution of each field of a page to the scores of each query row, per unit of field and in units of
@@ -130,7 +130,6 @@ def page_queries(
     page, row, valid = index // rows, index % rows, index < pages * rows
     rope, parts = Rope(cos, sin, group // GROUPS * table_batch, table_row, None, 0), parts_of(R)
     line = group * capacity * rows + index
-    size: tl.constexpr = L.page
     runs: tl.constexpr = L.width // COUNT
     split = _scaled_parts(q + (group * rows + row) * R.dim, valid, scale, parts)
     if R.pairs:
@@ -138,11 +137,12 @@ def page_queries(
     for j in tl.static_range(len(parts)):
         split = split[:j] + (split[j].to(N.dtype),) + split[j + 1 :]  # noqa: RUF005  (Triton has no unpacking)
     if rows_of_mean is not None:
-        of_mean = _transposed(rows_of_mean, group * size + tl.arange(0, size), parts, R.dim)
-        mean_scores = tl.zeros((TILE, size), tl.float32)
+        of_mean = _transposed(rows_of_mean, group * L.page + tl.arange(0, L.page), parts, R.dim)
+        mean_scores = tl.zeros((TILE, L.page), tl.float32)
         for j in tl.static_range(len(parts)):
             mean_scores = tl.dot(split[j], of_mean[j].to(N.dtype), mean_scores, input_precision="tf32x3")
-        at = mean + line[:, None] * size + page_places(k_pages + group * capacity * L.size, page, valid, L)
+        pages_here = pages_of_head(k_pages, k_places, size, group, capacity, GROUPS, L)
+        at = mean + line[:, None] * L.page + page_places(pages_here, page, valid, L)
         tl.store(tl.trans(at), tl.trans(mean_scores), mask=valid[None, :])  # transposed: adjacent threads, one line
     for run in tl.range(0, runs, num_stages=STAGES):
         field = run * COUNT + tl.arange(0, COUNT)

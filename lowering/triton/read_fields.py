@@ -1,14 +1,19 @@
-"""Reads pages with per-channel bit widths (`kvpass.codec.allocation`) in kernels.
+"""Reads pages with per-channel bit widths (`kvpass.codec.allocation`, `kvpass.codec.shares`) in kernels.
 
 A tile has the tokens of one rank of a few pages as rows, and a run of fields of one kind, a *piece*, as columns. The
 weights of fields are multiplied into queries once per page, so fields are multiplied as stored: in the mantissa of a
 power of two. This offset is subtracted at the end, with the sums of the weights.
+
+With calibrated bit widths, the number of fields varies by head and layer, and is not known when a kernel is compiled.
+There the only piece of a rank has one column per coordinate: its code, minus the midpoint (`read_shares`).
 """
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from .read_shares import LINES, PagesOfHead, codes_of, gains_of, marks_of
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _PLANES: tl.constexpr = tl.constexpr(4)  # pairs of bits per byte
@@ -37,12 +42,13 @@ class Piece(NamedTuple):
 class Fields(NamedTuple):
     """Compile-time layout of pages of keys or values.
 
-    size: bytes per page.
+    size: bytes per page; 0 with calibrated bit widths, where it varies by layer.
     tokens: tokens per page and rank.
     gains: offset of the gains of each rank.
     pieces: the pieces of each rank.
     width: number of padded fields of a head.
     ranked: whether a page starts with the mask of rich tokens.
+    shared: whether pages have calibrated bit widths.
     """
 
     size: int
@@ -54,6 +60,7 @@ class Fields(NamedTuple):
     ranked: bool
     sinks: int
     residual: int
+    shared: bool = False
 
 
 class Number(NamedTuple):
@@ -115,6 +122,24 @@ def middle_of(fields, rank, index):
 
 
 @triton.jit
+def pages_of_head(pages, places, size, group, capacity, HEADS: tl.constexpr, L: tl.constexpr):
+    """The pages of a KV head in a pool of ``capacity`` pages, as the functions below take them: a pointer or, with
+    calibrated bit widths, `PagesOfHead`. places: the result of `share_rows`. size: bytes per page."""
+    if L.shared:
+        head = group % HEADS
+        sample = pages + group // HEADS * capacity * size
+        found = PagesOfHead(sample, size, places + group * _table_size(L), sample + head, HEADS)
+    else:
+        found = pages + group * capacity * L.size
+    return found
+
+
+@triton.constexpr_function
+def _table_size(fields):
+    return len(fields.pieces) * LINES.value * fields.pieces[0][0].width
+
+
+@triton.jit
 def columns_of(L: tl.constexpr, RANK: tl.constexpr, INDEX: tl.constexpr):
     """Indices of the fields of a piece among the padded fields of a head."""
     P: tl.constexpr = _piece(L, RANK, INDEX)
@@ -149,7 +174,10 @@ def page_places(pages, page, there, L: tl.constexpr):
     token = tl.arange(0, L.page)[None, :]
     if L.ranked:
         marks: tl.constexpr = L.page // 8
-        marked = tl.load(pages + page[:, None] * L.size + token % marks, mask=there[:, None], other=0)
+        if L.shared:
+            marked = marks_of(pages, page, token % marks, there)
+        else:
+            marked = tl.load(pages + page[:, None] * L.size + token % marks, mask=there[:, None], other=0)
         rich = marked.to(tl.int32) >> token // marks & 1
         before = tl.cumsum(rich, 1) - rich
         slot = tl.where(rich != 0, before, token - before + L.tokens)  # `kvpass.codec.allocation.slots`
@@ -164,7 +192,7 @@ def page_places(pages, page, there, L: tl.constexpr):
 def tile_numbers(pages, first, stop, RANK: tl.constexpr, PAGES: tl.constexpr, L: tl.constexpr):
     """The token ids of a tile."""
     page, _ = tile_tokens(PAGES, L)
-    places = page_places(pages + first * L.size, page, page < stop - first, L)
+    places = page_places(pages, first + page, page < stop - first, L)
     found = places == tile_places(RANK, PAGES, L)[:, None]
     token = tl.sum(tl.where(found, tl.arange(0, L.page)[None, :], 0), 1)
     return L.sinks + (first + page) * L.page + token
@@ -261,6 +289,8 @@ def piece_fields(
     row = tl.arange(0, PAGES * rows)
     page, line = row // rows, row % rows  # loop-invariant, so 32-bit offsets without the first page
     there = (page < stop - first)[:, None]
+    if L.shared:
+        return _in_order(*codes_of(pages, first, page, line, there, RANK, rows, P.width)).to(N.dtype)
     if P.bits == 1:  # a plane of pairs is two planes of single bits
         later, line = line // (rows // 2), line % (rows // 2)
     if N.mantissa:
@@ -306,7 +336,9 @@ def tile_gains(
     power ``HEADROOM``."""
     page, token = tile_tokens(PAGES, L)
     there, start = page < stop - first, _gains_at(L, RANK)
-    if N.mantissa:  # four bytes at a time, which the compiler can prefetch
+    if L.shared:
+        stored = gains_of(pages, first + page, token, there, RANK, L.pieces[0][0].width)
+    elif N.mantissa:  # four bytes at a time, which the compiler can prefetch
         at = pages.to(tl.pointer_type(tl.int32), bitcast=True) + first * (L.size // 4)
         word = tl.load(at + (page * (L.size // 4) + start // 4 + token // 4), mask=there, other=0)
         stored = word >> token % 4 * 8 & 0xFF

@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.lowering.append import MERGED
+from kvpass.lowering.append import stands_alone
 
 from ...cache.cache_state import CacheState
 from ...cache.state import KVState
-from ...codec.tensors import of_pages
 from ...layout.window import layout, length_tensor
 
 
@@ -22,26 +21,33 @@ def is_due(cache: CacheState, tokens: int) -> bool:
 
 def pack_again(cache: CacheState, n: int) -> None:
     """Pack the pages that are due now that token ``n`` is in its window. The token is appended again, from its slot in
-    the ring."""
+    the ring; in one call for all layers that store alike, because plain PyTorch quantizes pages of most schemes."""
     length = length_tensor(n, cache.device)
-    alike: dict[str, list[tuple[KVState, Tensor]]] = {}
-    for layer in cache.layers:
-        for state in layer.states():
-            slot = layout(state.spec.retention).slot(n)
-            x = state.ring.narrow(2, slot, 1)
-            if _is_alone(state):
-                alike.setdefault(state.text, []).append((state, x))
-                continue
-            torch.ops.kvpass.append_(
-                state.handles, length, x, None, None, state.text, cache.lowering, **state.tables(),
-                key_pages=state.key_pages,
-            )  # fmt: skip
-    for text, of_layers in alike.items():
-        tensors: list[Any] = [tensor for state, _ in of_layers for tensor in state.handles]
-        torch.ops.kvpass.append_layers_(tensors, length, [x for _, x in of_layers], text, cache.lowering)
+    together: dict[Any, list[KVState]] = {}
+    for state in sorted((state for layer in cache.layers for state in layer.states()), key=_follows_keys):
+        merged = state.source is None and not state.predictor and stands_alone(state.spec)
+        together.setdefault((state.text, id(state.rotary)) if merged else id(state), []).append(state)
+    for states in together.values():
+        _append(states, length, n, cache.lowering)
 
 
-def _is_alone(state: KVState) -> bool:
-    """Whether stored values depend only on the tokens of ``state`` itself."""
-    fitted = state.pack[len(of_pages(state.spec)) + 1 :]
-    return not fitted and state.source is None and state.spec.features <= MERGED
+def _append(states: list[KVState], length: Tensor, n: int, lowering: str) -> None:
+    first = states[0]
+    slot = layout(first.spec.retention).slot(n)
+    tokens = [state.ring.narrow(2, slot, 1) for state in states]
+    if len(states) == 1:
+        torch.ops.kvpass.append_(
+            first.handles, length, tokens[0], None, None, first.text, lowering, **first.tables(),
+            key_pages=first.key_pages,
+        )  # fmt: skip
+        return
+    key_pages = [state.key_pages for state in states] if _follows_keys(first) else None
+    tensors = [tensor for state in states for tensor in state.handles]
+    torch.ops.kvpass.append_layers_(
+        tensors, length, tokens, first.text, lowering, **first.tables(), key_pages=key_pages
+    )
+
+
+def _follows_keys(state: KVState) -> bool:
+    """Whether the pages of the layer's keys have to be packed before those of ``state``."""
+    return state.spec.quantizer.follows_keys

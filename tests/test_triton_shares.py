@@ -1,0 +1,57 @@
+"""Triton attention over pages with calibrated bit widths (run as in `test_triton`), against the reference."""
+
+import pytest
+import torch
+
+from kvpass.schemes import LayerGeometry, get
+
+from common import generator, randn
+from test_shares import states
+from test_triton_fields import DEVICE, assert_is_a_rounding_of_the_reference
+
+CALLS = {
+    "static": {},
+    "hybrid": dict(form="hybrid"),
+    "interleaved, wide": dict(dim=128, rope="interleaved-64", heads=1, repeats=4, batch=1),
+    "all tokens alike": dict(ranked=False, n=131),
+    "some channels turned, mask": dict(rope="half-8", mask="bool"),
+    "no positions, bias, softcap": dict(rope="", mask="float", softcap=3.0),
+    "narrow heads, three queries": dict(dim=16, rope="half-8", queries=3),
+    "hybrid, long pages": dict(form="hybrid", dim=48, rope="half-24", residual=64, n=420),
+    "bfloat16": dict(dtype=torch.bfloat16, batch=1),
+    "hybrid, float16": dict(form="hybrid", dtype=torch.float16, repeats=1),
+    "no pages": dict(n=90),
+}
+
+
+def call(
+    dim=32, heads=2, repeats=2, batch=2, n=230, queries=1, rope="half-16", dtype=torch.float32, mask="", softcap=0.0,
+    **fields,
+):  # fmt: skip
+    """Arguments and keyword arguments of `kvpass::attend`."""
+    geometry = LayerGeometry(0, 1, heads, dim, dtype, torch.device("cpu"))
+    plan = get("waterfill-static", **{"ropes": (rope,), **fields}).plan(geometry)
+    key, value, _, k, v = states(plan, (batch, heads, repeats, dim), dtype, n, n + queries)
+    q, bias = randn(8, batch, heads * repeats, queries, dim, dtype=dtype) / 4, None
+    if mask:
+        seen = torch.rand(batch, 1, queries, n + queries, generator=generator(7)) > 0.3
+        seen[..., -1] = True
+        bias = seen if mask == "bool" else randn(9, batch, 1, queries, n + queries).masked_fill(~seen, -1e38)
+    packs = [[t if name == "share" else t.to(DEVICE) for name, t in named(state)] for state in (key, value)]
+    new = [x[:, :, n:].contiguous() for x in (k, v)]
+    tables = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in key.tables().items()}
+    given = [
+        q, *packs, key.length_tensor(n), *new, bias, not mask and queries > 1, dim**-0.5, softcap, key.text, value.text,
+    ]  # fmt: skip
+    return [one.to(DEVICE) if isinstance(one, torch.Tensor) else one for one in given], tables
+
+
+def named(state):
+    from kvpass.codec.tensors import of_state
+
+    return zip(of_state(state.spec), state.pack, strict=True)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_attention_over_calibrated_widths_equals_the_reference(name):
+    assert_is_a_rounding_of_the_reference(*call(**CALLS[name]))
