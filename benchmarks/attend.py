@@ -76,7 +76,7 @@ def packed_states(plan, k, v, shared=((), ())) -> list[KVState]:
     shared: the calibrated tensors of keys and of values.
     """
     room = *k.shape[:2], k.shape[3], k.dtype, k.device, k.shape[2]
-    shared = [[t.to(k.device) for t in tensors] for tensors in shared]
+    shared = [[t if t.dtype == torch.int32 else t.to(k.device) for t in tensors] for tensors in shared]  # not shares
     angles = shared[0].pop(0) if plan.key.transform.numbered else None
     key, value = (
         KVState.allocate(spec, *room, shared=SharedTensors(tensors))

@@ -20,12 +20,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kvpass.cache.state import KVState
+from kvpass.cache.state import KVState, ModelTensors
 from kvpass.codec import Subspace
 from kvpass.codec.codec import codec_from
 from kvpass.codec.page_rope import PageTables
 from kvpass.codec.second_level import SecondLevel
-from kvpass.codec.tensors import Pack
+from kvpass.codec.tensors import Pack, of_model
 from kvpass.lowering.call_types import AppendLayersCall, AttendCall
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.lowering.triton import append, configs, launch, quantize
@@ -35,6 +35,7 @@ from kvpass.paged.block_layout import BlockLayout
 from kvpass.schemes import LayerGeometry, get
 
 from common import coded
+from shared_bits import shared_tensors
 
 triton.knobs.compilation.always_compile = True
 triton.knobs.nvidia.dump_ptxas_log = True
@@ -131,7 +132,10 @@ def attend_fields(
     """Attend over a cache of 512 tokens with per-channel bit widths."""
     dtype = getattr(torch, dtype)
     plan = get(scheme, **fields).plan(LayerGeometry(0, 1, groups, dim, dtype, torch.device("cpu")))
-    states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for spec in (plan.key, plan.value)]
+    states = []
+    for spec in (plan.key, plan.value):
+        shared = shared_tensors(spec, groups, dim)[bool(spec.transform.numbered) :] if of_model(spec) else ()
+        states.append(KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640, shared=ModelTensors(shared)))
     past = [Pack.of(state.pack, state.spec) for state in states]
     q, new = torch.zeros(1, heads, queries, dim, dtype=dtype), torch.zeros(1, groups, queries, dim, dtype=dtype)
     mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None

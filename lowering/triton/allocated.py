@@ -126,10 +126,10 @@ def _number(layouts: tuple[Fields, ...], operand: tl.dtype) -> Number:
     return _NUMBERS[operand] if fours and operand in _NUMBERS else Number(operand, 0, 0)
 
 
-def _config(rows: int, tokens: int) -> tuple[AttendConfig, int]:
+def _config(rows: int, tokens: int, shared: bool) -> tuple[AttendConfig, int]:
     """The configuration for ``rows`` query rows per KV head and ``tokens`` tokens per page and rank, and the number of
     pages per iteration."""
-    of_tile = 4 if rows <= 4 else 8  # products of 16 rows spill registers
+    of_tile = 4 if rows <= 4 and not shared else 8  # products of 16 rows spill registers, as do codes of 4 pages
     pages = max(16 // of_tile, cdiv(32, tokens))
     return AttendConfig(of_tile * pages, rows=pages, together=1, exact=32, warps=4, stages=3), pages
 
@@ -267,7 +267,7 @@ def attend_allocated(call: AttendCall[Pack]) -> Tensor:
     k_spec, v_spec = call.specs
     q, k_new, (batch, heads, queries, head_dim), groups = q.contiguous(), k_new.contiguous(), q.shape, k_new.shape[1]
     rows, length = heads // groups * queries, on_device(call.length, n, q.device)
-    widest = max(head_dim, 2 * rows)
+    widest = max(head_dim * (2 * groups if isinstance(k_spec.codec, Shares) else 1), 2 * rows)
     if (n + queries) * widest >= MAX_VALUES:
         raise KVPassError(
             f"The Triton kernels support up to {MAX_VALUES // widest - 1} tokens of {head_dim} channels here, not "
@@ -277,7 +277,7 @@ def attend_allocated(call: AttendCall[Pack]) -> Tensor:
     with torch.cuda.device_of(q):
         keys, values = _Fitted.of(key, n, k_spec, dtype), _Fitted.of(value, n, v_spec, torch.float32)
         K, V, tables = keys.layout, values.layout, _Tables.of(key, batch)
-        N, (config, pages) = _number((K, V), OPERANDS[dtype]), _config(rows, K.tokens)
+        N, (config, pages) = _number((K, V), OPERANDS[dtype]), _config(rows, K.tokens, K.shared)
         mask, of_mask = mask_and_strides(mask)
         R, W = _exact_layout(k_spec, head_dim, tables.rope), _exact_layout(v_spec, head_dim)
         center = key.fitted.get("center")

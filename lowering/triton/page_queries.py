@@ -130,6 +130,7 @@ def page_queries(
     page, row, valid = index // rows, index % rows, index < pages * rows
     rope, parts = Rope(cos, sin, group // GROUPS * table_batch, table_row, None, 0), parts_of(R)
     line = group * capacity * rows + index
+    tokens: tl.constexpr = L.page
     runs: tl.constexpr = L.width // COUNT
     split = _scaled_parts(q + (group * rows + row) * R.dim, valid, scale, parts)
     if R.pairs:
@@ -137,12 +138,12 @@ def page_queries(
     for j in tl.static_range(len(parts)):
         split = split[:j] + (split[j].to(N.dtype),) + split[j + 1 :]  # noqa: RUF005  (Triton has no unpacking)
     if rows_of_mean is not None:
-        of_mean = _transposed(rows_of_mean, group * L.page + tl.arange(0, L.page), parts, R.dim)
-        mean_scores = tl.zeros((TILE, L.page), tl.float32)
+        of_mean = _transposed(rows_of_mean, group * tokens + tl.arange(0, tokens), parts, R.dim)
+        mean_scores = tl.zeros((TILE, tokens), tl.float32)
         for j in tl.static_range(len(parts)):
             mean_scores = tl.dot(split[j], of_mean[j].to(N.dtype), mean_scores, input_precision="tf32x3")
         pages_here = pages_of_head(k_pages, k_places, size, group, capacity, GROUPS, L)
-        at = mean + line[:, None] * L.page + page_places(pages_here, page, valid, L)
+        at = mean + line[:, None] * tokens + page_places(pages_here, page, valid, L)
         tl.store(tl.trans(at), tl.trans(mean_scores), mask=valid[None, :])  # transposed: adjacent threads, one line
     for run in tl.range(0, runs, num_stages=STAGES):
         field = run * COUNT + tl.arange(0, COUNT)

@@ -289,11 +289,12 @@ def piece_fields(
     row = tl.arange(0, PAGES * rows)
     page, line = row // rows, row % rows  # loop-invariant, so 32-bit offsets without the first page
     there = (page < stop - first)[:, None]
-    if L.shared:
-        return _in_order(*codes_of(pages, first, page, line, there, RANK, rows, P.width)).to(N.dtype)
     if P.bits == 1:  # a plane of pairs is two planes of single bits
         later, line = line // (rows // 2), line % (rows // 2)
-    if N.mantissa:
+    if L.shared:
+        codes = codes_of(pages, first, page, line, there, RANK, rows, P.width)
+        fields = _in_order(codes[0], codes[1], codes[2], codes[3]).to(N.dtype)
+    elif N.mantissa:
         column = tl.arange(0, P.width // 4)
         line = page * (L.size // 4) + (P.start + P.first) // 4 + line * (P.row // 4)
         at = pages.to(tl.pointer_type(tl.int32), bitcast=True) + first * (L.size // 4)

@@ -34,14 +34,9 @@ class PagesOfHead(NamedTuple):
 
 
 @triton.jit
-def _start(pages, page):
-    return page.to(tl.int64) * pages.size
-
-
-@triton.jit
 def marks_of(pages, page, row, there):
     """The bytes in ``row`` of the masks of high-precision tokens of each ``page``; 0 where a page is not ``there``."""
-    at = _start(pages, page)[:, None] + row * pages.heads
+    at = page[:, None] * pages.size + row * pages.heads
     return tl.load(pages.marks + at, mask=there[:, None], other=0)
 
 
@@ -51,7 +46,7 @@ def gains_of(pages, page, token, there, RANK: tl.constexpr, WIDTH: tl.constexpr)
     codes are 0."""
     numbers = pages.places + (RANK * LINES + LINES - 1) * WIDTH
     row, start = tl.load(numbers + 2), tl.load(numbers + 3)
-    return tl.load(pages.bytes + _start(pages, page) + (start + token * row), mask=there, other=0)
+    return tl.load(pages.bytes + (page * pages.size + start + token * row), mask=there, other=0)
 
 
 @triton.jit
@@ -74,15 +69,15 @@ def codes_of(pages, first, page, line, there, RANK: tl.constexpr, ROWS: tl.const
     """
     table, column = pages.places + RANK * LINES * WIDTH, tl.arange(0, WIDTH)
     numbers = table + (LINES - 1) * WIDTH
-    start = pages.bytes + _start(pages, first + page)[:, None]
+    start = (first + page) * pages.size  # depends on the loop, so that no offset of a tile stays in a register
     single = tl.load(table + _LEVELS * WIDTH + column)
     later, short = line // (ROWS // 2), line % (ROWS // 2)  # a plane of pairs is two planes of single bits
-    at = start + (short * tl.load(numbers + 1))[:, None] + single[None, :]
-    word = tl.load(at, mask=there & (single >= 0)[None, :], other=0).to(tl.int32) >> later[:, None] << 24
-    row, pairs = (line * tl.load(numbers))[:, None], (single < 0).to(tl.int32) * 0
+    at = (start + short * tl.load(numbers + 1))[:, None] + single[None, :]
+    word = tl.load(pages.bytes + at, mask=there & (single >= 0)[None, :], other=0).to(tl.int32) >> later[:, None] << 24
+    at, pairs = (start + line * tl.load(numbers))[:, None], (single < 0).to(tl.int32) * 0
     for level in tl.static_range(_LEVELS):
         place = tl.load(table + level * WIDTH + column)
-        byte = tl.load(start + row + place[None, :], mask=there & (place >= 0)[None, :], other=0)
+        byte = tl.load(pages.bytes + (at + place[None, :]), mask=there & (place >= 0)[None, :], other=0)
         word |= byte.to(tl.int32) << 8 * level
         pairs += (place >= 0).to(tl.int32)
     pairs, bits = pairs[None, :], 2 * pairs + (single >= 0).to(tl.int32)
