@@ -3,11 +3,16 @@
 import pytest
 import torch
 
+from kvpass.codec.pages import quantize_pages
+from kvpass.codec.shares import Shares, high_precision_masks
+from kvpass.codec.tensors import of_state
 from kvpass.schemes import LayerGeometry, get
 
 from common import generator, randn
 from test_shares import states
 from test_triton_fields import DEVICE, assert_is_a_rounding_of_the_reference
+
+from kvpass.lowering.triton.quantize_shares import quantize  # noqa: E402  (after the check for Triton)
 
 CALLS = {
     "static": {},
@@ -47,11 +52,29 @@ def call(
 
 
 def named(state):
-    from kvpass.codec.tensors import of_state
-
     return zip(of_state(state.spec), state.pack, strict=True)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_attention_over_calibrated_widths_equals_the_reference(name):
     assert_is_a_rounding_of_the_reference(*call(**CALLS[name]))
+
+
+@pytest.mark.parametrize(
+    ("form", "ranked", "size", "dim"), [("static", True, 32, 64), ("hybrid", True, 16, 48), ("static", False, 16, 32)]
+)
+def test_the_kernel_makes_the_pages_of_the_reference(form, ranked, size, dim):
+    """Bit for bit, but for a few codes: gains are powers of two that kernels and PyTorch may round differently."""
+    geometry = LayerGeometry(0, 1, 3, dim, torch.float32, torch.device("cpu"))
+    plan = get("waterfill-static", form=form, ranked=ranked, residual=size, recent=0, ropes=("",)).plan(geometry)
+    key, value, *_ = states(plan, (2, 3, 1, dim), torch.float32, 4 * size + 8)
+    for state in (key, value):
+        fitted = dict(named(state))
+        given = [fitted[name] for name in Shares.quantizes_with if name in fitted]
+        if state is value and ranked:
+            given.append(high_precision_masks(key.codes[:, :, 1:4], size, 3))
+        x = randn(11, 2, 3, 3 * size, dim)
+        (expected,) = quantize_pages(x, state.spec, given)
+        placed = [x if x is given[0] else x.to(DEVICE) for x in given]
+        (got,) = quantize(x.to(DEVICE), placed, state.spec)
+        assert got.shape == expected.shape and (got.cpu() != expected).float().mean() < 0.002

@@ -75,7 +75,7 @@ def blocks(x: Tensor, size: int) -> Tensor:
 def coordinates(x: Tensor, basis: Tensor) -> Tensor:
     """The coordinates of tokens ``[B, H, T, D]`` in a basis ``[B or 1, H, D, b]``: ``[B, H, T, D]`` float32."""
     size = basis.shape[-1]
-    inverse = torch.linalg.inv(basis.double().unflatten(-2, (-1, size)))
+    inverse, _ = torch.linalg.inv_ex(basis.double().unflatten(-2, (-1, size)))  # unlike `inv`, waits for no device
     found: Tensor = (blocks(x, size) @ inverse).transpose(2, 3).flatten(-2).float()
     return found
 

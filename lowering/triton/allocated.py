@@ -158,6 +158,22 @@ def _steps(device: torch.device) -> Tensor:
     return torch.tensor([0.0, *STEPS], device=device)
 
 
+def places_of(
+    basis: Tensor, widths: Tensor, share: Tensor, batch: int, spec: CodecSpec, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The results of `share_rows` for ``batch`` samples: ``rows`` in ``dtype``, and ``places``."""
+    (_, heads, head_dim, size), layout = basis.shape, layout_of(spec, basis.shape[2])
+    ranks = len(layout.pieces)
+    width, device = layout.width // ranks, basis.device
+    rows = torch.empty((batch * heads, layout.width, head_dim), dtype=dtype, device=device)
+    places = torch.empty((batch * heads, ranks, LINES.value, width), dtype=torch.int32, device=device)
+    share_rows[batch * heads, ranks, cdiv(head_dim, _CHANNELS)](
+        basis, widths, _share_on(device, share), _steps(device), rows, places, len(widths) * heads, head_dim, size,
+        heads, width, layout.page, ranks, _CHANNELS,
+    )  # fmt: skip
+    return rows, places
+
+
 @dataclass
 class _Fitted:
     """The pages of the keys or values of a layer, and the contributions of their fields to channels (`field_rows`,
@@ -173,22 +189,16 @@ class _Fitted:
     def of(cls, pack: Pack, n: int, spec: CodecSpec, dtype: torch.dtype) -> "_Fitted":
         basis, pages = pack.fitted["basis"].contiguous(), whole(pack.pools[0], spec.retention.pages(n))
         (_, heads, head_dim, size), layout = basis.shape, layout_of(spec, basis.shape[2])
-        groups = len(pack.ring) * heads
-        rows = torch.empty((groups, layout.width, head_dim), dtype=dtype, device=basis.device)
         if not layout.shared:
-            places = pack.fitted["fields"].contiguous()
+            groups, places = len(pack.ring) * heads, pack.fitted["fields"].contiguous()
+            rows = torch.empty((groups, layout.width, head_dim), dtype=dtype, device=basis.device)
             field_rows[groups, layout.width // _ROWS](
                 basis, places, _columns(spec, head_dim, basis.device), _weights(basis.device), rows, head_dim, size,
                 places.shape[-1], layout.width, _ROWS,
             )  # fmt: skip
             return cls(pages, rows, layout)
-        share, widths, ranks = pack.fitted["share"], pack.fitted["widths"].contiguous(), len(layout.pieces)
-        width = layout.width // ranks
-        places = torch.empty((groups, ranks, LINES.value, width), dtype=torch.int32, device=basis.device)
-        share_rows[groups, ranks, cdiv(head_dim, _CHANNELS)](
-            basis, widths, _share_on(basis.device, share), _steps(basis.device), rows, places, len(widths) * heads,
-            head_dim, size, heads, width, layout.page, ranks, _CHANNELS,
-        )  # fmt: skip
+        share, widths = pack.fitted["share"], pack.fitted["widths"].contiguous()
+        rows, places = places_of(basis, widths, share, len(pack.ring), spec, dtype)
         return cls(pages, rows, layout, places, page_bytes(share, spec))
 
     @property

@@ -20,6 +20,7 @@ from ..table import DispatchKey, implements
 from .allocated import FEATURES
 from .configs import INTERPRETED, cdiv, refuses_device
 from .quantize import QUANTIZED, quantize, refuses
+from .quantize_shares import quantize as quantize_calibrated
 
 _FITTED = FEATURES | {"page_rope", "numbered"}
 """Features of specs with per-channel bit widths: a kernel stores their tokens, and PyTorch quantizes their pages."""
@@ -85,7 +86,9 @@ def _write(
 
 
 def _encoder(spec: CodecSpec) -> Callable[..., tuple[Tensor, ...]]:
-    return reference.quantize if isinstance(spec.codec, (Allocation, Shares)) else quantize
+    if isinstance(spec.codec, Shares):
+        return quantize_calibrated
+    return reference.quantize if isinstance(spec.codec, Allocation) else quantize
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:
