@@ -28,7 +28,7 @@ from kvpass.codec.second_level import SecondLevel
 from kvpass.codec.tensors import Pack, of_model
 from kvpass.lowering.call_types import AppendLayersCall, AttendCall
 from kvpass.lowering.table import DispatchKey, select
-from kvpass.lowering.triton import append, configs, launch, quantize
+from kvpass.lowering.triton import append, configs, launch, quantize, quantize_shares
 from kvpass.paged import paged_attention, single_query_triton, store_triton
 from kvpass.paged.batch import Batch, BlockTable
 from kvpass.paged.block_layout import BlockLayout
@@ -185,6 +185,17 @@ def quantize_pages(
     quantize.quantize(torch.zeros(1, 8, 4 * page, dim, dtype=getattr(torch, dtype)), fitted, spec)
 
 
+def quantize_calibrated(dim=128, groups=8, dtype="bfloat16", **fields) -> None:
+    """Quantize a page of keys with calibrated bit widths."""
+    dtype = getattr(torch, dtype)
+    plan = get("waterfill-static", ropes=("",), **fields).plan(
+        LayerGeometry(0, 1, groups, dim, dtype, torch.device("cpu"))
+    )
+    given = dict(zip(of_model(plan.key), shared_tensors(plan.key, groups, dim, dtype=dtype), strict=True))
+    fitted = [given[name] for name in plan.key.codec.quantizes_with if name in given]
+    quantize_shares.quantize(torch.zeros(1, groups, plan.key.page_size, dim, dtype=dtype), fitted, plan.key)
+
+
 def append_tokens(tokens=1, groups=8, dim=128, dtype="bfloat16") -> None:
     """Store tokens in the windows of two layers."""
     spec, dtype = coded(2, "channel", 32, 32), getattr(torch, dtype)
@@ -220,6 +231,7 @@ RUN = {
     "blocks": attend_blocks,
     "store": store_blocks,
     "quantize": quantize_pages,
+    "quantize, calibrated": quantize_calibrated,
     "append": append_tokens,
 }
 

@@ -76,6 +76,12 @@ CASES = {
     "waterfill": dict(op="fields"),
     "waterfill, small heads": dict(op="fields", dim=64, heads=9, groups=3, dtype="float16"),
     "waterfill, 5 queries, mask": dict(op="fields", queries=5, mask=True),
+    "calibrated": dict(op="fields", scheme="waterfill-static", ropes=["half-64"]),
+    "calibrated, small heads": dict(
+        op="fields", scheme="waterfill-static", ropes=["half-32"], dim=64, heads=9, groups=3, dtype="float16"
+    ),
+    "quantize, calibrated": dict(op="quantize, calibrated"),
+    "quantize, calibrated, tokens alike": dict(op="quantize, calibrated", ranked=False, dtype="float16"),
     "kivi in blocks": dict(op="blocks"),
     "1 bit in blocks, after sinks, float16": dict(op="blocks", scheme="kivi-sinks", bits=1, dtype="float16"),
     "4 bits in blocks": dict(op="blocks", scheme="kivi-4", dim=64, heads=9, groups=3),

@@ -118,11 +118,11 @@ _weights = cache(weights)
 
 
 def _number(layouts: tuple[Fields, ...], operand: tl.dtype) -> Number:
-    """How fields become floats: read four bytes at a time if all offsets are multiples of 4 in all layers."""
+    """How fields become floats: read four bytes at a time if all offsets are multiples of 4."""
     pieces = [piece for layout in layouts for of_rank in layout.pieces for piece in of_rank]
     offsets = [offset for piece in pieces for offset in (piece.start, piece.row)]
     offsets += [offset for layout in layouts for offset in (*layout.gains, layout.size)]
-    fours = not any(offset % 4 for offset in offsets) and not any(layout.shared for layout in layouts)
+    fours = not any(offset % 4 for offset in offsets)
     return _NUMBERS[operand] if fours and operand in _NUMBERS else Number(operand, 0, 0)
 
 
@@ -131,7 +131,8 @@ def _config(rows: int, tokens: int, shared: bool) -> tuple[AttendConfig, int]:
     pages per iteration."""
     of_tile = 4 if rows <= 4 and not shared else 8  # products of 16 rows spill registers, as do codes of 4 pages
     pages = max(16 // of_tile, cdiv(32, tokens))
-    return AttendConfig(of_tile * pages, rows=pages, together=1, exact=32, warps=4, stages=3), pages
+    stages = 1 if shared else 3  # with more, tables are prefetched, too, which costs more than it gains
+    return AttendConfig(of_tile * pages, rows=pages, together=1, exact=32, warps=4, stages=stages), pages
 
 
 def _exact_layout(spec: CodecSpec, head_dim: int, rope: str = "") -> Layout:
@@ -160,29 +161,31 @@ def _steps(device: torch.device) -> Tensor:
 
 def places_of(
     basis: Tensor, widths: Tensor, share: Tensor, batch: int, spec: CodecSpec, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The results of `share_rows` for ``batch`` samples: ``rows`` in ``dtype``, and ``places``."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of `share_rows` for ``batch`` samples: ``rows`` in ``dtype``, ``places`` and ``middles``."""
     (_, heads, head_dim, size), layout = basis.shape, layout_of(spec, basis.shape[2])
     ranks = len(layout.pieces)
     width, device = layout.width // ranks, basis.device
     rows = torch.empty((batch * heads, layout.width, head_dim), dtype=dtype, device=device)
     places = torch.empty((batch * heads, ranks, LINES.value, width), dtype=torch.int32, device=device)
+    middles = torch.empty((batch * heads, layout.width), dtype=torch.float32, device=device)
     share_rows[batch * heads, ranks, cdiv(head_dim, _CHANNELS)](
-        basis, widths, _share_on(device, share), _steps(device), rows, places, len(widths) * heads, head_dim, size,
-        heads, width, layout.page, ranks, _CHANNELS,
+        basis, widths, _share_on(device, share), _steps(device), rows, places, middles, len(widths) * heads, head_dim,
+        size, heads, width, layout.page, ranks, _CHANNELS,
     )  # fmt: skip
-    return rows, places
+    return rows, places, middles
 
 
 @dataclass
 class _Fitted:
     """The pages of the keys or values of a layer, and the contributions of their fields to channels (`field_rows`,
-    `share_rows`). With calibrated bit widths also the places of fields, and the bytes of a page."""
+    `share_rows`). With calibrated bit widths also the places of fields, the midpoints of codes and the bytes of a page."""
 
     pages: Tensor
     rows: Tensor
     layout: Fields
     places: Tensor | None = None
+    middles: Tensor | None = None
     size: int = 0
 
     @classmethod
@@ -198,8 +201,8 @@ class _Fitted:
             )  # fmt: skip
             return cls(pages, rows, layout)
         share, widths = pack.fitted["share"], pack.fitted["widths"].contiguous()
-        rows, places = places_of(basis, widths, share, len(pack.ring), spec, dtype)
-        return cls(pages, rows, layout, places, page_bytes(share, spec))
+        of_share = places_of(basis, widths, share, len(pack.ring), spec, dtype)
+        return cls(pages, of_share[0], layout, *of_share[1:], page_bytes(share, spec))
 
     @property
     def capacity(self) -> int:
@@ -232,7 +235,7 @@ class _Projected(NamedTuple):
         elif center is not None:
             mean = (q.float().view(batch, groups, rows, head_dim) * center.float()).sum(-1) * (scale * LOG2E.value)
         page_queries[batch * groups, max(1, cdiv(size[1] * rows, _LINES))](
-            q, keys.rows, of_mean, keys.pages, keys.places, keys.size, *tables[:2], fields, sums, mean, length, scale, rows, size[1],
+            q, keys.rows, keys.middles, of_mean, keys.pages, keys.places, keys.size, *tables[:2], fields, sums, mean, length, scale, rows, size[1],
             *tables.strides, groups, R, K, N, _LINES, LEAST.value, 3,
             num_warps=4, maxnreg=128 if q.element_size() == 2 and head_dim <= 128 else None,
         )  # fmt: skip
@@ -302,8 +305,8 @@ def attend_allocated(call: AttendCall[Pack]) -> Tensor:
             config.queries, OPERANDS[dtype],
         )  # fmt: skip
         attend_fields[batch * groups, splits + 1, tiles](
-            q, keys.pages, keys.places, key.ring, values.pages, values.places, value.ring, k_new, v_new.contiguous(),
-            *projected, mask, summed, exact, lse, length, queries, call.scale, keys.size, values.size, keys.capacity,
+            q, keys.pages, keys.places, key.ring, values.pages, values.places, values.middles, value.ring, k_new,
+            v_new.contiguous(), *projected, mask, summed, exact, lse, length, queries, call.scale, keys.size, values.size, keys.capacity,
             values.capacity, *of_mask, pages, config.exact, rules, K, V, _exact_layout(k_spec, head_dim), W, N,
             bool(tables.rope), config.stages,
             num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,

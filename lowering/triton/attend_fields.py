@@ -98,7 +98,10 @@ def _rank_scores(
             total += of_run
             middle += of_run * middle_of(K, RANK, i)
     times = tl.exp2(places_of(token, K, N).to(tl.float32))
-    s = total[:, None] * -power_of(N) - middle[:, None] * times[None, :]
+    if K.shared:  # the sums are those of what stands for 0
+        s = tl.zeros((line.shape[0], token.shape[0]), tl.float32) - total[:, None]
+    else:
+        s = total[:, None] * -power_of(N) - middle[:, None] * times[None, :]
     for i in tl.static_range(pieces_of(K, RANK)):
         field = columns_of(K, RANK, i)
         at = queries.fields + first * queries.stride * K.width + (line[:, None] * K.width + field[None, :])
@@ -164,13 +167,14 @@ def _first_rows(lines, there, PAGES: tl.constexpr):
 
 @triton.jit
 def _packed_split(
-    pages, values, queries, call, rows, begin, end, out, lse, PAGES: tl.constexpr, Q: tl.constexpr,
+    pages, values, middles, queries, call, rows, begin, end, out, lse, PAGES: tl.constexpr, Q: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, PAGE_ROPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the weighted sums of the fields of values in pages ``[begin, end)``, ``[rows, V.width]``, to ``out``, and
     the log-sum-exp to ``lse``.
 
     The offsets and midpoints of fields are subtracted at the end, with sums of the weights as the products round them.
+    middles: those of calibrated values.
     """
     M: tl.constexpr = Q.tile
     tokens: tl.constexpr = PAGES * V.tokens
@@ -214,8 +218,10 @@ def _packed_split(
         added = tl.sum(tl.where(column == 0, weights[rank], 0.0), 1) * power_of(N)
         all_of = tl.sum(tl.where(column == 1, weights[rank], 0.0), 1)
         for i in tl.static_range(pieces_of(V, rank)):
-            less = added + all_of * middle_of(V, rank, i)
-            found = _of_all_pages((sums[piece_number(V, rank, i)] - less[:, None]) * factor[:, None], PAGES)
+            less = (added + all_of * middle_of(V, rank, i))[:, None]
+            if V.shared:
+                less += all_of[:, None] * tl.load(middles + columns_of(V, rank, i))[None, :]
+            found = _of_all_pages((sums[piece_number(V, rank, i)] - less) * factor[:, None], PAGES)
             at = out + line[:, None] * V.width + columns_of(V, rank, i)[None, :]
             tl.store(at, found, mask=there[:, None])
 
@@ -267,7 +273,7 @@ def _exact_split(
 
 @triton.jit(do_not_specialize=["queries", "k_size", "v_size", "mask_batch", "mask_head", "mask_query"])
 def attend_fields(
-    q, k_pages, k_places, k_ring, v_pages, v_places, v_ring, k_new, v_new, fields, sums, mean, mask, summed, exact, lse,
+    q, k_pages, k_places, k_ring, v_pages, v_places, middles, v_ring, k_new, v_new, fields, sums, mean, mask, summed, exact, lse,
     length, queries, scale, k_size, v_size, k_capacity, v_capacity, mask_batch, mask_head, mask_query, PAGES: tl.constexpr, EXACT: tl.constexpr,
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
     PAGE_ROPE: tl.constexpr, STAGES: tl.constexpr,
@@ -279,7 +285,7 @@ def attend_fields(
 
     The number of stored tokens is read from ``length``. ``fields``, ``sums`` and ``mean`` are results of
     `page_queries`, with one page for all unless ``PAGE_ROPE``. With calibrated bit widths, ``k_places`` and ``v_places``
-    are results of `share_rows`, and pages have ``k_size`` and ``v_size`` bytes. ``summed`` receives the sums of the splits, in fields;
+    are results of `share_rows`, as are ``middles`` of values, and pages have ``k_size`` and ``v_size`` bytes. ``summed`` receives the sums of the splits, in fields;
     ``exact``, the sums of the last program, in channels; ``lse``, the log-sum-exp of all.
     """
     n = tl.load(length).to(tl.int32)
@@ -300,11 +306,13 @@ def attend_fields(
     )  # fmt: skip
     key = pages_of_head(k_pages, k_places, k_size, group, k_capacity, Q.groups, K)
     value = pages_of_head(v_pages, v_places, v_size, group, v_capacity, Q.groups, V)
+    if middles is not None:
+        middles += group * V.width
     if split < splits:
         of_split = tl.cdiv(tl.cdiv(v_stop, PAGES), splits) * PAGES
         begin = split * of_split
         _packed_split(
-            key, value, of_pages, call, rows, begin, min(begin + of_split, v_stop),
+            key, value, middles, of_pages, call, rows, begin, min(begin + of_split, v_stop),
             summed + (group * (splits - 1) + split) * of_head * V.width, lse + (group * splits + split) * of_head,
             PAGES, Q, K, V, N, PAGE_ROPE, STAGES,
         )  # fmt: skip

@@ -7,7 +7,7 @@ The weights of fields are multiplied into queries once per page, so that fields 
 import triton
 import triton.language as tl
 
-from .read_fields import page_places, pages_of, pages_of_head
+from .read_fields import page_places, pages_of, pages_of_head, power_of
 from .scores import LOG2E, Rope, parts_of
 
 
@@ -109,13 +109,14 @@ def _transposed(rows, line, parts, DIM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "capacity", "size"])
 def page_queries(
-    q, rows_of_fields, rows_of_mean, k_pages, k_places, size, cos, sin, out, sums, mean, length, scale, rows, capacity,
+    q, rows_of_fields, middles, rows_of_mean, k_pages, k_places, size, cos, sin, out, sums, mean, length, scale, rows, capacity,
     table_batch, table_row, GROUPS: tl.constexpr, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
     COUNT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the contribution of each field of a page to the scores of each query row, per unit of field and in units of
     log2: ``[BH, pages, rows, WIDTH]``. Also write the sum of every ``COUNT`` of them: ``[BH, pages, rows, WIDTH /
-    COUNT]``.
+    COUNT]``. With ``middles`` ``[BH, WIDTH]``, it is their sum times the number that stands for 0: the midpoint of a
+    field plus the offset of `Number`.
 
     With ``rows_of_mean``, also write the products of the mean of the keys with each query row, by token of the page in
     the order of tiles: ``[BH, pages, rows, P]``.
@@ -153,4 +154,7 @@ def page_queries(
             found = tl.dot(split[j], columns[j].to(N.dtype), found, input_precision="tf32x3")
         kept = found.to(out.dtype.element_ty)
         tl.store(out + line[:, None] * L.width + field[None, :], kept, mask=valid[:, None])
-        tl.store(sums + line * runs + run, tl.sum(kept.to(tl.float32), 1), mask=valid)
+        of_zero = kept.to(tl.float32)
+        if middles is not None:
+            of_zero *= (tl.load(middles + group * L.width + field) + power_of(N))[None, :]
+        tl.store(sums + line * runs + run, tl.sum(of_zero, 1), mask=valid)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kvpass.codec.shares import Shares, page_bytes
 from kvpass.codec.spec import CodecSpec
-from kvpass.codec.transform_coding import DISTORTION, GAINS_TRIED, LEAST_GAIN, OCTAVE, STEPS, UNIT
+from kvpass.codec.transform_coding import DISTORTION, GAINS_TRIED, LEAST_GAIN, OCTAVE, PAIRS, STEPS, UNIT
 
 from .allocated import layout_of, places_of
 from .read_shares import LINES
 
-_LEVELS: tl.constexpr = tl.constexpr(LINES.value - 2)
+_LEVELS: tl.constexpr = tl.constexpr(PAIRS)
 _OCTAVE, _UNIT, _LEAST = tl.constexpr(OCTAVE), tl.constexpr(UNIT), tl.constexpr(LEAST_GAIN)
 _INTEGER = tl.constexpr(12582912.0)  # added and subtracted, it rounds half to even
 
@@ -98,14 +98,15 @@ def quantize_shares(
     levels, codes = _best_gain(tl.load(at, mask=real[None, :], other=0), step, most, worth, TRIED)
     table = places + (group * RANKS + rank) * LINES * WIDTH
     numbers = table + (LINES - 1) * WIDTH
+    place_of = table + column // 2 + column % 2 * (WIDTH // 2)
     row = tl.arange(0, tokens // 4)[:, None] * tl.load(numbers)
     for level in tl.static_range(_LEVELS):
-        place = tl.load(table + level * WIDTH + column)[None, :]
-        there = tl.broadcast_to(place >= 0, (tokens // 4, WIDTH))
+        place = tl.load(place_of + level * WIDTH)[None, :]
+        there = tl.broadcast_to((width // 2 > level)[None, :], (tokens // 4, WIDTH))
         tl.store(out + (row + place), _packed(codes >> 2 * level & 3, 4), mask=there)
     row = tl.arange(0, tokens // 8)[:, None] * tl.load(numbers + 1)
-    place = tl.load(table + _LEVELS * WIDTH + column)[None, :]
-    there = tl.broadcast_to(place >= 0, (tokens // 8, WIDTH))
+    place = tl.load(place_of + _LEVELS * WIDTH)[None, :]
+    there = tl.broadcast_to((width % 2 > 0)[None, :], (tokens // 8, WIDTH))
     highest = codes >> tl.maximum(width - 1, 0)[None, :] & 1
     tl.store(out + (row + place), _packed(highest, 8), mask=there)
     start, each = tl.load(numbers + 3), tl.load(numbers + 2)
@@ -128,7 +129,7 @@ def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tens
     (batch, heads, tokens, head_dim), layout = x.shape, layout_of(spec, x.shape[3])
     pages, size, ranks = tokens // spec.page_size, page_bytes(share, spec), len(layout.pieces)
     widths, out = widths.contiguous(), torch.empty((batch, 1, pages, 1, size), dtype=torch.uint8, device=x.device)
-    _, places = places_of(basis.contiguous(), widths, share, batch, spec, torch.float32)
+    _, places, _ = places_of(basis.contiguous(), widths, share, batch, spec, torch.float32)
     with torch.cuda.device_of(x):
         quantize_shares[batch * heads, pages, ranks](
             units.contiguous(), None if high_mask is None else high_mask.contiguous(), widths, places,

@@ -5,7 +5,7 @@ weights of fields are multiplied into queries once per page, so fields are multi
 power of two. This offset is subtracted at the end, with the sums of the weights.
 
 With calibrated bit widths, the number of fields varies by head and layer, and is not known when a kernel is compiled.
-There the only piece of a rank has one column per coordinate: its code, minus the midpoint (`read_shares`).
+There the only piece of a rank has one column per coordinate, for its code (`read_shares`), and midpoints are read.
 """
 
 from typing import NamedTuple
@@ -232,7 +232,7 @@ def headroom_of(number):
 @triton.jit
 def places_of(token, L: tl.constexpr, N: tl.constexpr):
     """Exponent of the power of two by which the fields of each token of a rank are multiplied."""
-    if N.mantissa == 0:
+    if N.mantissa == 0 or L.shared:
         return token * 0
     plane = token // (L.tokens // _PLANES)
     return tl.where(plane < _PLANES - 1, 2 * plane, _last_place(N))
@@ -267,6 +267,13 @@ def _as_loaded(x):
 
 
 @triton.jit
+def _as_floats(words, N: tl.constexpr):
+    """The halves of words as floats: ``[rows, 2 * columns]``."""
+    both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).to(N.dtype, bitcast=True)
+    return _as_loaded(tl.reshape(both, (words.shape[0], 2 * words.shape[1])))
+
+
+@triton.jit
 def _in_order(a, b, c, d):
     """Interleave the planes of rows, each ``[rows, .]``, by token: ``[rows * 4, .]``."""
     of_rows = tl.join(tl.join(a, b), tl.join(c, d)).permute(0, 3, 2, 1)
@@ -292,8 +299,12 @@ def piece_fields(
     if P.bits == 1:  # a plane of pairs is two planes of single bits
         later, line = line // (rows // 2), line % (rows // 2)
     if L.shared:
-        codes = codes_of(pages, first, page, line, there, RANK, rows, P.width)
-        fields = _in_order(codes[0], codes[1], codes[2], codes[3]).to(N.dtype)
+        codes = codes_of(pages, tl.minimum(first + page, stop - 1), line, RANK, rows, P.width)
+        words = _in_order(codes[0], codes[1], codes[2], codes[3])
+        if N.mantissa:
+            fields = _as_floats(words | N.byte * 0x01000100, N)
+        else:
+            fields = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (words.shape[0], P.width)).to(N.dtype)
     elif N.mantissa:
         column = tl.arange(0, P.width // 4)
         line = page * (L.size // 4) + (P.start + P.first) // 4 + line * (P.row // 4)
@@ -308,8 +319,7 @@ def piece_fields(
         words = _in_order(
             low & _mask(0, P.bits, N), low & _mask(1, P.bits, N), low & _mask(2, P.bits, N), high & _mask(3, P.bits, N)
         )
-        both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).to(N.dtype, bitcast=True)
-        fields = _as_loaded(tl.reshape(both, (words.shape[0], P.width)))
+        fields = _as_floats(words, N)
     else:
         column = tl.arange(0, P.width)
         line = page * L.size + P.start + P.first + line * P.row

@@ -1,7 +1,8 @@
 """Reads pages with calibrated bit widths (`kvpass.codec.shares`) in kernels.
 
 A page holds all heads of a layer, and the number of its fields varies by head. So kernels read a table of where the
-fields of each coordinate are (`share_rows`), and put codes together from up to three pairs of bits and a single bit.
+fields of each coordinate are (`share_rows`), and put codes together from up to three pairs of bits and a single bit, two
+coordinates at a time.
 """
 
 from typing import NamedTuple
@@ -12,9 +13,13 @@ import triton.language as tl
 from kvpass.codec.transform_coding import PAIRS
 
 _LEVELS: tl.constexpr = tl.constexpr(PAIRS)
-LINES = tl.constexpr(PAIRS + 2)
-"""Lines of the table of a rank: where the pairs of each level are, where single bits are, and four numbers: bytes per
-row of pairs, of single bits and of gains, and where the gains of the head are."""
+_SHALLOW: tl.constexpr = tl.constexpr(2)  # levels that most heads need
+LINES = tl.constexpr(PAIRS + 5)
+"""Lines of the table of a rank. First where the pairs of each level, and then the single bits, of each coordinate are:
+coordinates with even numbers, then those with odd numbers, 0 where there is no such field. Then, by two coordinates, the
+masks of their codes: two lines hold those of each level and of single bits, and one the two shifts of single bits. The
+last line has numbers: bytes per row of pairs, of single bits and of gains, where the gains of the head are, and how many
+levels the head needs."""
 
 
 class PagesOfHead(NamedTuple):
@@ -50,52 +55,71 @@ def gains_of(pages, page, token, there, RANK: tl.constexpr, WIDTH: tl.constexpr)
 
 
 @triton.jit
-def _plane(word, pairs, PLANE: tl.constexpr):
-    """Codes in a plane of ``word``: the bytes of three pairs of bits and of a single bit, which is the highest bit of a
-    code with ``pairs`` pairs."""
-    code = word >> (24 + 2 * PLANE) & 1
-    code = code << 2 * pairs
-    for level in tl.static_range(_LEVELS):
-        code |= (word >> (8 * level + 2 * PLANE) & 3) << 2 * level
-    return code.to(tl.float32)
+def _pair_bytes(pages, at, table, WIDTH: tl.constexpr):
+    """The bytes of pairs of coordinates, each ``[rows, coordinates / 2]``. at: the offset of each row. table: where the
+    fields of a level are."""
+    pair = tl.arange(0, WIDTH // 2)
+    even, odd = tl.load(table + pair)[None, :], tl.load(table + WIDTH // 2 + pair)[None, :]
+    return tl.load(pages.bytes + (at + even)).to(tl.int32), tl.load(pages.bytes + (at + odd)).to(tl.int32)
 
 
 @triton.jit
-def codes_of(pages, first, page, line, there, RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Codes minus their midpoints, by plane: four tiles ``[rows, coordinates]``. They are exact in 16 bits.
+def _plane(words, masks, PLANE: tl.constexpr):
+    """Codes in a plane: the pairs of bits of each level, and the highest bit of codes with a single bit."""
+    codes = words[0] >> 2 * PLANE & masks[0]
+    for i in tl.static_range(1, len(words)):  # level ``i - 1``
+        if PLANE + 1 >= i:
+            codes |= words[i] >> 2 * (PLANE + 1 - i) & masks[i]
+        else:
+            codes |= words[i] << 2 * (i - 1 - PLANE) & masks[i]
+    return codes
 
-    first, page, line: the first page of the tile, and for each row its page after that and its line, of ``ROWS``.
-    there: ``[rows, 1]``, whether the page exists.
+
+@triton.jit
+def _codes(pages, start, line, table, ROWS: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
+    """`codes_of` for coordinates that need up to ``LEVELS`` pairs of bits. start: the offset of each row's page."""
+    pair, numbers = tl.arange(0, WIDTH // 2), table + (LINES - 1) * WIDTH
+    of_masks, shifts = table + (_LEVELS + 1) * WIDTH, table + (LINES - 2) * WIDTH
+    later, short = (line // (ROWS // 2))[:, None], line % (ROWS // 2)  # a plane of pairs is two planes of single bits
+    low, high = _pair_bytes(pages, (start + short * tl.load(numbers + 1))[:, None], table + _LEVELS * WIDTH, WIDTH)
+    low = low >> later << tl.load(shifts + pair)[None, :]
+    words = (low | high >> later << tl.load(shifts + WIDTH // 2 + pair)[None, :],)
+    masks = (tl.load(of_masks + _LEVELS * (WIDTH // 2) + pair)[None, :],)
+    at = (start + line * tl.load(numbers))[:, None]
+    for level in tl.static_range(LEVELS):
+        low, high = _pair_bytes(pages, at, table + level * WIDTH, WIDTH)
+        words = words + (low | high << 16,)  # noqa: RUF005  (Triton has no unpacking)
+        masks = masks + (tl.load(of_masks + level * (WIDTH // 2) + pair)[None, :],)  # noqa: RUF005
+    return _plane(words, masks, 0), _plane(words, masks, 1), _plane(words, masks, 2), _plane(words, masks, 3)
+
+
+@triton.jit
+def codes_of(pages, page, line, RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Codes by plane: four tiles ``[rows, coordinates / 2]`` of words, each of which holds the codes of two coordinates.
+
+    page, line: the page of each row, and its line, of ``ROWS``.
     """
-    table, column = pages.places + RANK * LINES * WIDTH, tl.arange(0, WIDTH)
-    numbers = table + (LINES - 1) * WIDTH
-    start = (first + page) * pages.size  # depends on the loop, so that no offset of a tile stays in a register
-    single = tl.load(table + _LEVELS * WIDTH + column)
-    later, short = line // (ROWS // 2), line % (ROWS // 2)  # a plane of pairs is two planes of single bits
-    at = (start + short * tl.load(numbers + 1))[:, None] + single[None, :]
-    word = tl.load(pages.bytes + at, mask=there & (single >= 0)[None, :], other=0).to(tl.int32) >> later[:, None] << 24
-    at, pairs = (start + line * tl.load(numbers))[:, None], (single < 0).to(tl.int32) * 0
-    for level in tl.static_range(_LEVELS):
-        place = tl.load(table + level * WIDTH + column)
-        byte = tl.load(pages.bytes + (at + place[None, :]), mask=there & (place >= 0)[None, :], other=0)
-        word |= byte.to(tl.int32) << 8 * level
-        pairs += (place >= 0).to(tl.int32)
-    pairs, bits = pairs[None, :], 2 * pairs + (single >= 0).to(tl.int32)
-    middle = (tl.exp2(bits.to(tl.float32)) - 1)[None, :] * 0.5
-    return (
-        _plane(word, pairs, 0) - middle, _plane(word, pairs, 1) - middle, _plane(word, pairs, 2) - middle,
-        _plane(word, pairs, 3) - middle,
-    )  # fmt: skip
+    table, start = pages.places + RANK * LINES * WIDTH, page * pages.size
+    if tl.load(table + (LINES - 1) * WIDTH + 4) > _SHALLOW:
+        a, b, c, d = _codes(pages, start, line, table, ROWS, WIDTH, _LEVELS)
+    else:
+        a, b, c, d = _codes(pages, start, line, table, ROWS, WIDTH, _SHALLOW)
+    return a, b, c, d
+
+
+@triton.jit
+def _halves_of(x, WIDTH: tl.constexpr):
+    """The values of coordinates with even, and with odd numbers."""
+    return tl.split(tl.reshape(x, (WIDTH // 2, 2)))
 
 
 @triton.jit
 def share_rows(
-    basis, widths, share, steps, rows, places, own, DIM: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
+    basis, widths, share, steps, rows, places, middles, own, DIM: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, PAGE: tl.constexpr, RANKS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Write the table of where fields are to ``places`` ``[BH, ranks, LINES, WIDTH]`` int32, offsets in a page, -1
-    where there is none; and the contribution of each coordinate to the channels of a token, per unit of code and gain,
-    to ``rows`` ``[BH, ranks * WIDTH, D]``.
+    """Write the table of where fields are to ``places`` ``[BH, ranks, LINES, WIDTH]`` int32; and the contribution of each coordinate to the channels of a token, per unit of code and gain,
+    to ``rows`` ``[BH, ranks * WIDTH, D]``; and the midpoints of codes, to ``middles`` ``[BH, ranks * WIDTH]``.
 
     share: ``[ranks, 3, H + 1]`` int32. own: number of heads that ``basis`` and ``widths`` have.
     Grid: KV heads of all samples; ranks; runs of ``CHANNELS`` channels.
@@ -110,27 +134,46 @@ def share_rows(
     at = rows + ((group.to(tl.int64) * RANKS + rank) * WIDTH + coordinate[:, None]) * DIM + channel[None, :]
     tl.store(at, found.to(rows.dtype.element_ty), mask=(channel < DIM)[None, :])
     if tl.program_id(2) == 0:
-        start, tokens = (PAGE // 8 * HEADS if RANKS > 1 else 0), PAGE // RANKS
-        if rank > 0:  # the second of two
-            pairs, singles = tl.load(share + HEADS), tl.load(share + 2 * HEADS + 1)
-            start += tokens // 4 * pairs + tokens // 8 * singles + tokens * tl.load(share + 3 * HEADS + 2)
-        columns = share + rank * 3 * (HEADS + 1)
-        table = places + (group * RANKS + rank) * LINES * WIDTH + coordinate
-        column, count = start + tl.load(columns + head), width // 2
-        for level in tl.static_range(_LEVELS):
-            there = (count > level).to(tl.int32)
-            tl.store(table + level * WIDTH, tl.where(there > 0, column + tl.cumsum(there, 0) - there, -1))
-            column += tl.sum(there, 0)
-        row = tl.load(columns + HEADS)
-        start += tokens // 4 * row
-        columns += HEADS + 1
-        there = width % 2
-        column = start + tl.load(columns + head) + tl.cumsum(there, 0) - there
-        tl.store(table + _LEVELS * WIDTH, tl.where(there > 0, column, -1))
-        single_row = tl.load(columns + HEADS)
-        start += tokens // 8 * single_row
-        columns += HEADS + 1
-        gain, gain_row = tl.load(columns + head), tl.load(columns + HEADS)
-        of_gains = tl.where(tl.load(columns + head + 1) > gain, start + gain, 0)
-        numbers = tl.where(coordinate == 0, row, tl.where(coordinate == 1, single_row, gain_row))
-        tl.store(table + (_LEVELS + 1) * WIDTH, tl.where(coordinate == 3, of_gains, numbers))
+        middle = (tl.exp2(width.to(tl.float32)) - 1) * 0.5
+        tl.store(middles + (group * RANKS + rank) * WIDTH + coordinate, middle)
+        table = places + (group * RANKS + rank) * LINES * WIDTH
+        _store_table(table, share, width, rank, head, HEADS, WIDTH, PAGE, RANKS)
+
+
+@triton.jit
+def _store_table(
+    table, share, width, rank, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, RANKS: tl.constexpr
+):  # fmt: skip
+    """Write the lines of the ``table`` of a head's rank, whose coordinates have ``width`` bits."""
+    coordinate, pair = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2)
+    place = coordinate // 2 + coordinate % 2 * (WIDTH // 2)
+    half = 16 * (coordinate % 2)
+    start, tokens = (PAGE // 8 * HEADS if RANKS > 1 else 0), PAGE // RANKS
+    if rank > 0:  # the second of two
+        pairs, singles = tl.load(share + HEADS), tl.load(share + 2 * HEADS + 1)
+        start += tokens // 4 * pairs + tokens // 8 * singles + tokens * tl.load(share + 3 * HEADS + 2)
+    columns, masks = share + rank * 3 * (HEADS + 1), table + (_LEVELS + 1) * WIDTH
+    column, count = start + tl.load(columns + head), width // 2
+    for level in tl.static_range(_LEVELS):
+        there = (count > level).to(tl.int32)
+        tl.store(table + level * WIDTH + place, tl.where(there > 0, column + tl.cumsum(there, 0) - there, 0))
+        column += tl.sum(there, 0)
+        even, odd = _halves_of(there * 3 << 2 * level << half, WIDTH)
+        tl.store(masks + level * (WIDTH // 2) + pair, even | odd)
+    row = tl.load(columns + HEADS)
+    start += tokens // 4 * row
+    columns += HEADS + 1
+    there = width % 2
+    column = start + tl.load(columns + head) + tl.cumsum(there, 0) - there
+    tl.store(table + _LEVELS * WIDTH + place, tl.where(there > 0, column, 0))
+    even, odd = _halves_of(there << 2 * count << half, WIDTH)
+    tl.store(masks + _LEVELS * (WIDTH // 2) + pair, even | odd)
+    tl.store(table + (LINES - 2) * WIDTH + place, 2 * count + half)
+    single_row = tl.load(columns + HEADS)
+    start += tokens // 8 * single_row
+    columns += HEADS + 1
+    gain, gain_row = tl.load(columns + head), tl.load(columns + HEADS)
+    of_gains = tl.where(tl.load(columns + head + 1) > gain, start + gain, 0)
+    numbers = tl.where(coordinate == 0, row, tl.where(coordinate == 1, single_row, gain_row))
+    numbers = tl.where(coordinate == 3, of_gains, tl.where(coordinate == 4, tl.max(count, 0), numbers))
+    tl.store(table + (LINES - 1) * WIDTH + coordinate, numbers)
