@@ -25,6 +25,7 @@ KERNELS = {
         "merge_fields",
         "fields_to_channels",
     },
+    "quantize, calibrated": {"share_rows", "quantize_shares"},
     "blocks": {"attend_blocks", "merge_splits"},
     "store": {"write_exact", "quantize_due"},
     "quantize": {"quantize_pages"},
@@ -146,6 +147,8 @@ def test_shipped_configs_fit_a100_and_h100_and_spill_little(compiled, archs, nam
     lines = compiled[1][name]
     kernels = KERNELS[CASES[name]["op"]]
     kernels = kernels | {"sum_attention"} if CASES[name].get("statistic") else kernels
+    if "ropes" in CASES[name]:  # calibrated
+        kernels = kernels - {"field_rows"} | {"share_rows"}
     kernels = {"quantize_compensated"} if CASES[name].get("block") else kernels
     if CASES[name]["op"] == "quantize":
         kernels = {"quantize_on_grid"} if CASES[name].get("grid") else kernels

@@ -2,17 +2,16 @@
 
 import pytest
 import torch
+from test_shares import states
+from test_triton_fields import DEVICE, assert_is_a_rounding_of_the_reference
 
 from kvpass.codec.pages import quantize_pages
 from kvpass.codec.shares import Shares, high_precision_masks
 from kvpass.codec.tensors import of_state
+from kvpass.lowering.triton.quantize_shares import quantize
 from kvpass.schemes import LayerGeometry, get
 
 from common import generator, randn
-from test_shares import states
-from test_triton_fields import DEVICE, assert_is_a_rounding_of_the_reference
-
-from kvpass.lowering.triton.quantize_shares import quantize  # noqa: E402  (after the check for Triton)
 
 CALLS = {
     "static": {},

@@ -179,7 +179,7 @@ def places_of(
 @dataclass
 class _Fitted:
     """The pages of the keys or values of a layer, and the contributions of their fields to channels (`field_rows`,
-    `share_rows`). With calibrated bit widths also the places of fields, the midpoints of codes and the bytes of a page."""
+    `share_rows`). With calibrated bit widths also where fields are, the midpoints of codes, and bytes per page."""
 
     pages: Tensor
     rows: Tensor
@@ -235,8 +235,8 @@ class _Projected(NamedTuple):
         elif center is not None:
             mean = (q.float().view(batch, groups, rows, head_dim) * center.float()).sum(-1) * (scale * LOG2E.value)
         page_queries[batch * groups, max(1, cdiv(size[1] * rows, _LINES))](
-            q, keys.rows, keys.middles, of_mean, keys.pages, keys.places, keys.size, *tables[:2], fields, sums, mean, length, scale, rows, size[1],
-            *tables.strides, groups, R, K, N, _LINES, LEAST.value, 3,
+            q, keys.rows, keys.middles, of_mean, keys.pages, keys.places, keys.size, *tables[:2], fields,
+            sums, mean, length, scale, rows, size[1], *tables.strides, groups, R, K, N, _LINES, LEAST.value, 3,
             num_warps=4, maxnreg=128 if q.element_size() == 2 and head_dim <= 128 else None,
         )  # fmt: skip
         return cls(fields, sums, mean)
@@ -306,9 +306,9 @@ def attend_allocated(call: AttendCall[Pack]) -> Tensor:
         )  # fmt: skip
         attend_fields[batch * groups, splits + 1, tiles](
             q, keys.pages, keys.places, key.ring, values.pages, values.places, values.middles, value.ring, k_new,
-            v_new.contiguous(), *projected, mask, summed, exact, lse, length, queries, call.scale, keys.size, values.size, keys.capacity,
-            values.capacity, *of_mask, pages, config.exact, rules, K, V, _exact_layout(k_spec, head_dim), W, N,
-            bool(tables.rope), config.stages,
+            v_new.contiguous(), *projected, mask, summed, exact, lse, length, queries, call.scale, keys.size,
+            values.size, keys.capacity, values.capacity, *of_mask, pages, config.exact, rules, K, V,
+            _exact_layout(k_spec, head_dim), W, N, bool(tables.rope), config.stages,
             num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
         )  # fmt: skip
         return _merged(summed, exact, lse, values, call)

@@ -273,10 +273,10 @@ def _exact_split(
 
 @triton.jit(do_not_specialize=["queries", "k_size", "v_size", "mask_batch", "mask_head", "mask_query"])
 def attend_fields(
-    q, k_pages, k_places, k_ring, v_pages, v_places, middles, v_ring, k_new, v_new, fields, sums, mean, mask, summed, exact, lse,
-    length, queries, scale, k_size, v_size, k_capacity, v_capacity, mask_batch, mask_head, mask_query, PAGES: tl.constexpr, EXACT: tl.constexpr,
-    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
-    PAGE_ROPE: tl.constexpr, STAGES: tl.constexpr,
+    q, k_pages, k_places, k_ring, v_pages, v_places, middles, v_ring, k_new, v_new, fields, sums, mean, mask, summed,
+    exact, lse, length, queries, scale, k_size, v_size, k_capacity, v_capacity, mask_batch, mask_head, mask_query,
+    PAGES: tl.constexpr, EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, N: tl.constexpr, PAGE_ROPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention over pages with per-channel bit widths.
 
@@ -284,9 +284,11 @@ def attend_fields(
     query rows.
 
     The number of stored tokens is read from ``length``. ``fields``, ``sums`` and ``mean`` are results of
-    `page_queries`, with one page for all unless ``PAGE_ROPE``. With calibrated bit widths, ``k_places`` and ``v_places``
-    are results of `share_rows`, as are ``middles`` of values, and pages have ``k_size`` and ``v_size`` bytes. ``summed`` receives the sums of the splits, in fields;
+    `page_queries`, with one page for all unless ``PAGE_ROPE``. ``summed`` receives the sums of the splits, in fields;
     ``exact``, the sums of the last program, in channels; ``lse``, the log-sum-exp of all.
+
+    With calibrated bit widths, ``k_places``, ``v_places`` and ``middles``, those of values, are results of
+    `share_rows`, and pages have ``k_size`` and ``v_size`` bytes.
     """
     n = tl.load(length).to(tl.int32)
     k_stop, v_stop = pages_of(n, K), pages_of(n, V)

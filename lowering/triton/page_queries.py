@@ -109,9 +109,9 @@ def _transposed(rows, line, parts, DIM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "capacity", "size"])
 def page_queries(
-    q, rows_of_fields, middles, rows_of_mean, k_pages, k_places, size, cos, sin, out, sums, mean, length, scale, rows, capacity,
-    table_batch, table_row, GROUPS: tl.constexpr, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
-    COUNT: tl.constexpr, STAGES: tl.constexpr,
+    q, rows_of_fields, middles, rows_of_mean, k_pages, k_places, size, cos, sin, out, sums, mean, length, scale, rows,
+    capacity, table_batch, table_row, GROUPS: tl.constexpr, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr,
+    TILE: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the contribution of each field of a page to the scores of each query row, per unit of field and in units of
     log2: ``[BH, pages, rows, WIDTH]``. Also write the sum of every ``COUNT`` of them: ``[BH, pages, rows, WIDTH /

@@ -1,8 +1,8 @@
 """Reads pages with calibrated bit widths (`kvpass.codec.shares`) in kernels.
 
 A page holds all heads of a layer, and the number of its fields varies by head. So kernels read a table of where the
-fields of each coordinate are (`share_rows`), and put codes together from up to three pairs of bits and a single bit, two
-coordinates at a time.
+fields of each coordinate are (`share_rows`), and put codes together from up to three pairs of bits and a single bit,
+two coordinates at a time.
 """
 
 from typing import NamedTuple
@@ -15,11 +15,15 @@ from kvpass.codec.transform_coding import PAIRS
 _LEVELS: tl.constexpr = tl.constexpr(PAIRS)
 _SHALLOW: tl.constexpr = tl.constexpr(2)  # levels that most heads need
 LINES = tl.constexpr(PAIRS + 5)
-"""Lines of the table of a rank. First where the pairs of each level, and then the single bits, of each coordinate are:
-coordinates with even numbers, then those with odd numbers, 0 where there is no such field. Then, by two coordinates, the
-masks of their codes: two lines hold those of each level and of single bits, and one the two shifts of single bits. The
-last line has numbers: bytes per row of pairs, of single bits and of gains, where the gains of the head are, and how many
-levels the head needs."""
+"""Lines of the table of a rank.
+
+- Where the pairs of bits of each level are, and, in a fourth line, the single bits: offsets in a page by coordinate,
+  those with even numbers first; 0 where a coordinate has no such field.
+- Two lines of masks, by two coordinates: the bits of codes that each level, and the single bits, fill.
+- A line of shifts, by coordinate, even ones first: where the single bit of a code belongs.
+- A line of numbers: bytes per row of pairs, of single bits and of gains; where the gains of the head are; and how many
+  levels the head needs.
+"""
 
 
 class PagesOfHead(NamedTuple):
@@ -68,7 +72,7 @@ def _plane(words, masks, PLANE: tl.constexpr):
     """Codes in a plane: the pairs of bits of each level, and the highest bit of codes with a single bit."""
     codes = words[0] >> 2 * PLANE & masks[0]
     for i in tl.static_range(1, len(words)):  # level ``i - 1``
-        if PLANE + 1 >= i:
+        if i <= PLANE + 1:
             codes |= words[i] >> 2 * (PLANE + 1 - i) & masks[i]
         else:
             codes |= words[i] << 2 * (i - 1 - PLANE) & masks[i]
@@ -95,7 +99,7 @@ def _codes(pages, start, line, table, ROWS: tl.constexpr, WIDTH: tl.constexpr, L
 
 @triton.jit
 def codes_of(pages, page, line, RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Codes by plane: four tiles ``[rows, coordinates / 2]`` of words, each of which holds the codes of two coordinates.
+    """Codes by plane: four tiles of words, ``[rows, coordinates / 2]``. A word holds the codes of two coordinates.
 
     page, line: the page of each row, and its line, of ``ROWS``.
     """
@@ -118,8 +122,9 @@ def share_rows(
     basis, widths, share, steps, rows, places, middles, own, DIM: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, PAGE: tl.constexpr, RANKS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Write the table of where fields are to ``places`` ``[BH, ranks, LINES, WIDTH]`` int32; and the contribution of each coordinate to the channels of a token, per unit of code and gain,
-    to ``rows`` ``[BH, ranks * WIDTH, D]``; and the midpoints of codes, to ``middles`` ``[BH, ranks * WIDTH]``.
+    """Write tables of where the fields of heads are to ``places`` ``[BH, ranks, LINES, WIDTH]`` int32; what each
+    coordinate adds to the channels of a token, per unit of code and gain, to ``rows`` ``[BH, ranks * WIDTH, D]``; and
+    the midpoints of codes to ``middles`` ``[BH, ranks * WIDTH]``.
 
     share: ``[ranks, 3, H + 1]`` int32. own: number of heads that ``basis`` and ``widths`` have.
     Grid: KV heads of all samples; ranks; runs of ``CHANNELS`` channels.
