@@ -15,6 +15,7 @@ import kvpass
 from kvpass.cache.swap import packed_layers
 from kvpass.runtime.padding import PaddingMasks
 from kvpass.runtime.steps import replay
+from kvpass.runtime.steps.due_pages import is_due, pack_again
 
 from tiny import llama, tokens
 
@@ -184,3 +185,24 @@ def test_captured_steps_do_not_keep_caches_alive(monkeypatch):
 def test_a_step_that_cannot_be_replayed_says_why(scheme, options, reason, reruns):
     _, _, report = decoded(llama(layers=1), scheme, [(12, 0), (1, 0), (1, 0)], mode="reduce-overhead", **options)
     assert reason in str(report) and not any(capture.captured for capture in reruns)
+
+
+@pytest.mark.parametrize("scheme", ["kivi", "waterfill", dict(scheme="rtn", residual=16, group_size=16)])
+def test_pages_of_all_layers_are_packed_as_those_of_each(scheme):
+    """Due pages that were packed layer by layer are erased, and packed again together."""
+    model, ids = llama(layers=2), tokens(1, 33)
+    kvpass.apply(model, SCHEMES.get(scheme, scheme) if isinstance(scheme, str) else scheme, lowering="reference")
+    cache = DynamicCache(config=model.config)
+    for start, stop in ((0, 20), *((i, i + 1) for i in range(20, 33))):
+        due = is_due(packed_layers(cache)[0].cache, stop - start) if start else False
+        model(input_ids=ids[:, start:stop], past_key_values=cache)
+        if due and start:
+            state = packed_layers(cache)[0].cache
+            states = [one for layer in state.layers for one in layer.states()]
+            expected = [{name: tensor.clone() for name, tensor in one.contents(stop).items()} for one in states]
+            for one in states:
+                one.codes[:, :, one.spec.retention.pages(stop) - 1] = 0
+            pack_again(state, start)
+            torch.testing.assert_close([one.contents(stop) for one in states], expected, atol=0, rtol=0)
+            return
+    pytest.fail("no page was due")

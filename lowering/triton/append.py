@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpass.codec.allocation import Allocation
 from kvpass.codec.shares import Shares
-from kvpass.codec.spec import CodecSpec
+from kvpass.codec.spec import CodecSpec, parse
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import on_device
 
@@ -18,12 +18,13 @@ from ..append import APPENDED, append, append_layers, write_each
 from ..call_types import AppendCall, AppendLayersCall
 from ..table import DispatchKey, implements
 from .allocated import FEATURES
-from .configs import INTERPRETED, cdiv, refuses_device
+from .configs import INTERPRETED, cdiv, power_of_two, refuses_device
 from .quantize import QUANTIZED, quantize, refuses
 from .quantize_shares import quantize as quantize_calibrated
 
 _FITTED = FEATURES | {"page_rope", "numbered"}
-"""Features of specs with per-channel bit widths: a kernel stores their tokens, and PyTorch quantizes their pages."""
+"""Features of specs with per-channel bit widths: a kernel stores their tokens. Their pages are quantized by another, if
+they are calibrated, and by PyTorch otherwise."""
 _TOKENS = 16  # per program
 _LAYERS = 64  # per launch: pointers are arguments, which are limited to 4 KB
 
@@ -92,8 +93,12 @@ def _encoder(spec: CodecSpec) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:
-    fitted = {"codec=allocated", "codec=shares"} & dispatch.features[0]
-    return refuses_device(dispatch) if fitted else refuses(dispatch)
+    (spec,) = map(parse, dispatch.specs)
+    if not isinstance(spec.codec, (Allocation, Shares)):
+        return refuses(dispatch)
+    if isinstance(spec.codec, Shares) and not power_of_two(spec.page_size):
+        return f"page_size must be a power of two, not {spec.page_size}."
+    return refuses_device(dispatch)
 
 
 @implements("append_", "triton", has=(QUANTIZED | APPENDED | _FITTED,), refuses=_refuses, by_name_only=INTERPRETED)

@@ -129,13 +129,13 @@ def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tens
     units, high_mask = Shares.of(spec).units(x, basis, spec, chosen)
     (batch, heads, tokens, head_dim), layout = x.shape, layout_of(spec, x.shape[3])
     pages, size, ranks = tokens // spec.page_size, page_bytes(share, spec), len(layout.pieces)
+    width, of_rank = layout.width // ranks, spec.page_size // ranks
     widths, out = widths.contiguous(), torch.empty((batch, 1, pages, 1, size), dtype=torch.uint8, device=x.device)
-    width, tile = layout.width // ranks, spec.page_size // ranks * layout.width // ranks
     _, places, _ = places_of(basis.contiguous(), widths, share, batch, spec, torch.float32)
     with torch.cuda.device_of(x):
         quantize_shares[batch * heads, pages, ranks](
             units.contiguous(), None if high_mask is None else high_mask.contiguous(), widths, places,
             _constants(x.device), out, pages, size, len(widths) * heads, heads, head_dim, width, spec.page_size,
-            ranks, GAINS_TRIED, num_warps=min(16, max(4, tile // _OF_WARP)), enable_fp_fusion=False,
+            ranks, GAINS_TRIED, num_warps=min(16, max(4, of_rank * width // _OF_WARP)), enable_fp_fusion=False,
         )  # fmt: skip
     return (out,)
