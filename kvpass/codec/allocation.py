@@ -33,7 +33,6 @@ from .transform_coding import (
     FIELD_BITS,
     PAIRS,
     SHIFTS,
-    STEPS,
     UNIT,
     allocate,
     best_gain,
@@ -43,6 +42,7 @@ from .transform_coding import (
     gains,
     metric_of,
     middle,
+    steps_of,
     weights,
     widths_of,
 )
@@ -117,7 +117,7 @@ def _quantize_rank(units: Tensor, places: Tensor, counts: tuple[int, int]) -> Ra
     """Quantize the coordinates ``[B, H, N, T, D]`` of the tokens of one rank. places: ``[B, H, 1, F]``."""
     places, head_dim = places.long().unsqueeze(2), units.shape[-1]
     widths = widths_of(places, head_dim)
-    steps, most = torch.tensor([1.0, *STEPS], device=units.device)[widths], 2.0**widths - 1
+    steps, most = steps_of(units.device)[widths], 2.0**widths - 1
     levels, codes = best_gain(units, steps, most, widths)
     index = (places % head_dim).expand(*codes.shape[:-1], -1)
     fields = codes.to(torch.uint8).gather(-1, index) >> (places // head_dim % SHIFTS).to(torch.uint8)

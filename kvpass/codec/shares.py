@@ -34,7 +34,6 @@ from .transform_coding import (
     DISTORTION,
     FIELD_BITS,
     PAIRS,
-    STEPS,
     UNIT,
     allocate,
     best_gain,
@@ -43,6 +42,7 @@ from .transform_coding import (
     fit_axes,
     gains,
     middle,
+    steps_of,
 )
 
 WIDEST = 2 * PAIRS + 1
@@ -132,7 +132,7 @@ def _by_kind(widths: Tensor, rank: _Rank) -> list[tuple[Tensor, Tensor]]:
 def _quantize_rank(units: Tensor, widths: Tensor, rank: _Rank) -> list[Tensor]:
     """Quantize coordinates ``[B, H, N, T, D]`` of the tokens of one rank to the tensors that `_Rank.parts` lists."""
     own = widths.long()[:, :, None, None]
-    steps, most = torch.tensor([1.0, *STEPS], device=units.device)[own], 2.0**own - 1
+    steps, most = steps_of(units.device)[own], 2.0**own - 1
     levels, codes = best_gain(units, steps, most, own)
     wide, parts = codes.to(torch.uint8).permute(0, 2, 3, 1, 4).flatten(-2), []  # [B, N, T, H * D]
     for bits, (channels, shifts) in zip(FIELD_BITS, _by_kind(widths, rank), strict=True):
@@ -145,7 +145,7 @@ def _dequantize_rank(kept: Sequence[Tensor], widths: Tensor, rank: _Rank) -> Ten
     """Inverse of `_quantize_rank` up to rounding: coordinates ``[B, N, T, H * D]``."""
     (heads, size), of_gains = widths.shape[1:], gains(kept[2])
     units = of_gains.new_zeros(*of_gains.shape[:-1], heads * size)
-    worth = torch.tensor([0.0, *STEPS], device=widths.device)[widths.long()].flatten(1)
+    worth = (steps_of(widths.device)[widths.long()] * (widths > 0)).flatten(1)
     for packed, bits, (channels, shifts) in zip(kept, FIELD_BITS, _by_kind(widths, rank), strict=False):
         weight = worth.gather(-1, channels) * torch.exp2(shifts.float())
         fields = (unpack(packed, bits) - middle(bits)) * weight[:, None, None]

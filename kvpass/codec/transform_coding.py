@@ -6,6 +6,8 @@ Elements of Information Theory, 10.3). Quantized coordinates are uniform and sto
 single bits for odd bit widths.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,21 @@ OCTAVE, UNIT = 16, 128  # gain levels per factor of 2, and the level of gain 1
 GAINS_TRIED = 0, -6, -3, 3, 6  # gain levels to try, relative to the size of a token's coordinates
 LEAST_GAIN, _LEAST_VARIANCE = 1e-9, 2.0**-16  # a basis is stored in 16 bits
 SHIFTS = 8  # number of possible shifts of a field in its code
+
+
+@cache
+def steps_of(device: torch.device) -> Tensor:
+    """The step size of each bit width from 0 on, float32; 1 for none. Kept, because copying from the host waits for the
+    device."""
+    with torch.inference_mode(False):
+        return torch.tensor([1.0, *STEPS], device=device)
+
+
+@cache
+def _distortions(device: torch.device) -> Tensor:
+    """`DISTORTION` on ``device``, float32."""
+    with torch.inference_mode(False):
+        return torch.tensor(DISTORTION, device=device)
 
 
 def allocate(cost: Tensor, pairs: int, singles: int) -> Tensor:
@@ -144,7 +161,7 @@ def widths_of(places: Tensor, head_dim: int) -> Tensor:
 def weights(device: torch.device) -> Tensor:
     """The weight of a field in units of its coordinate, float32. The index is the field's place divided by ``D``."""
     kinds = torch.arange(len(DISTORTION) * SHIFTS, device=device)
-    steps = torch.tensor([0.0, *STEPS], device=device)[kinds // SHIFTS]
+    steps = steps_of(device)[kinds // SHIFTS] * (kinds >= SHIFTS)
     return steps * torch.exp2((kinds % SHIFTS).float())
 
 
@@ -158,7 +175,7 @@ def best_gain(units: Tensor, steps: Tensor, most: Tensor, widths: Tensor) -> tup
     steps, most, widths: step size, largest code and bit width of each coordinate.
     """
     used = widths > 0
-    worth = used / torch.tensor(DISTORTION, device=units.device)[widths]
+    worth = used / _distortions(units.device)[widths]
     size = ((units * used).square().sum(-1, keepdim=True) / used.sum(-1, keepdim=True).clamp_min(1)).sqrt()
     if units.device.type == "cpu":
         check_finite(size)

@@ -18,7 +18,7 @@ from kvpass.codec.rope import parse_rope
 from kvpass.codec.shares import Shares, page_bytes
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.tensors import Pack
-from kvpass.codec.transform_coding import FIELD_BITS, STEPS, weights
+from kvpass.codec.transform_coding import FIELD_BITS, steps_of, weights
 from kvpass.errors import KVPassError
 from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device
@@ -153,12 +153,6 @@ def _share_on(device: torch.device, share: Tensor) -> Tensor:
     return _shares[share]
 
 
-@cache
-def _steps(device: torch.device) -> Tensor:
-    """The step size of each bit width."""
-    return torch.tensor([0.0, *STEPS], device=device)
-
-
 def places_of(
     basis: Tensor, widths: Tensor, share: Tensor, batch: int, spec: CodecSpec, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,7 +164,7 @@ def places_of(
     places = torch.empty((batch * heads, ranks, LINES.value, width), dtype=torch.int32, device=device)
     middles = torch.empty((batch * heads, layout.width), dtype=torch.float32, device=device)
     share_rows[batch * heads, ranks, cdiv(head_dim, _CHANNELS)](
-        basis, widths, _share_on(device, share), _steps(device), rows, places, middles, len(widths) * heads, head_dim,
+        basis, widths, _share_on(device, share), steps_of(device), rows, places, middles, len(widths) * heads, head_dim,
         size, heads, width, layout.page, ranks, _CHANNELS,
     )  # fmt: skip
     return rows, places, middles

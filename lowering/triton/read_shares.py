@@ -135,7 +135,7 @@ def share_rows(
     channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     mine = (channel[None, :] // SIZE == coordinate[:, None] // SIZE) & (channel < DIM)[None, :] & real[:, None]
     at = basis + of_basis.to(tl.int64) * DIM * SIZE + coordinate[:, None] * SIZE + channel[None, :] % SIZE
-    found = tl.load(at, mask=mine, other=0).to(tl.float32) * tl.load(steps + width)[:, None]
+    found = tl.load(at, mask=mine & (width > 0)[:, None], other=0).to(tl.float32) * tl.load(steps + width)[:, None]
     at = rows + ((group.to(tl.int64) * RANKS + rank) * WIDTH + coordinate[:, None]) * DIM + channel[None, :]
     tl.store(at, found.to(rows.dtype.element_ty), mask=(channel < DIM)[None, :])
     if tl.program_id(2) == 0:
