@@ -74,7 +74,7 @@ ROWS = {
     "static, one bit width for all tokens": dict(scheme="waterfill-static", ranked=False),
     "hybrid": dict(scheme="waterfill-hybrid"),
     **{f"static, {bits} bits": dict(scheme="waterfill-static", bits=bits) for bits in (1.6, 1.8, 2.2, 2.82)},
-    **{f"hybrid, {bits} bits": dict(scheme="waterfill-hybrid", bits=bits) for bits in (1.73, 2.75)},
+    **{f"hybrid, {bits} bits": dict(scheme="waterfill-hybrid", bits=bits) for bits in (1.73, 2.2, 2.75)},
     **{name: dict(scheme=name) for name in RIVALS},
     "kivi, the same tokens exact": dict(scheme="kivi", retention=Sinks(4) + Recent(128, page_size=32)),
     "kivi-3, the same tokens exact": dict(scheme="kivi-3", retention=Sinks(4) + Recent(128, page_size=32)),
