@@ -100,6 +100,17 @@ def test_a_replayed_step_equals_the_step(scheme, reruns):
     assert "replayed as one CUDA graph" in str(report)
 
 
+@pytest.mark.slow
+def test_a_replayed_step_over_calibrated_widths_equals_the_step(reruns):
+    model = llama(layers=1)
+    how = dict(scheme="waterfill-static", residual=16, recent=0, sinks=0)
+    calibration = kvpass.calibrate(model, [tokens(1, 60, seed) for seed in range(3)], how, progress=False)
+    expected, *_ = decoded(model, calibration, STEPS, lowering="reference")
+    got, _, report = decoded(model, calibration, STEPS, lowering="triton", mode="reduce-overhead")
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert reruns[0].replayed > 10 and "replayed as one CUDA graph" in str(report)
+
+
 @pytest.mark.slow_cases("no_grad")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_step_is_captured_when_it_runs_again_and_nothing_is_compiled_then(mode, reruns):
