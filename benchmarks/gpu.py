@@ -13,6 +13,7 @@ attend      time of attention, compared with attention over bfloat16 (SDPA's fla
             bandwidth
 step        a step of 8B parameters: time of the host, time of the GPU and the slowest kernels, compared with
             transformers' static cache compiled with CUDA graphs
+due         every step of a model of 8 such layers: median, mean, and the long ones, of which one in 32 quantizes pages
 throughput  tokens per second of the same model at equal batches, and at the largest that fits each cache, compared with
             the static cache and QuantizedCache
 encode      quantizing keys and values of a prompt, compared with copying them and with the prompt's attention
@@ -35,7 +36,7 @@ import quantize as encoding
 import torch
 import torch.nn.functional as F
 from attend import nbytes, packed_states
-from gpu_models import capacity, generates, replays, step, throughput
+from gpu_models import capacity, due, generates, replays, step, throughput
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -252,7 +253,7 @@ def quantize(
 
 STAGES: dict[str, Callable[..., Iterator[dict]]] = {
     "correct": correct, "generates": generates, "replays": replays, "tune": tune, "attend": attend, "step": step,
-    "throughput": throughput, "quantize": quantize, "capacity": capacity,
+    "due": due, "throughput": throughput, "quantize": quantize, "capacity": capacity,
 }  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Stages of `gpu.py` that run whole models with random weights, by default in the shape of Llama-3-8B."""
 
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -189,6 +191,37 @@ def step(
             except Exception as error:
                 yield row | _failed(error)
             run = cache = None
+
+
+def due(
+    device: torch.device, lengths=(8192, 32768), steps: int = 64, shape: tuple[int, ...] = (8, *EIGHT_BILLION[1:]),
+    dtype: torch.dtype = torch.bfloat16, schemes=("kivi", "waterfill", "waterfill-static"), lowering: str = "auto",
+) -> Iterator[dict]:  # fmt: skip
+    """Milliseconds of every one of ``steps`` steps, each waiting for the device: the median, the mean, and those that
+    take longer than 1.5 medians, among them the ones that quantize a page. "waterfill-static" is calibrated on random
+    tokens."""
+    model = llama(device, dtype, *shape)
+    data = torch.randint(1000, (4, 256), device=device)
+    for scheme, length in itertools.product(schemes, lengths):
+        row = dict(scheme=scheme, length=length)
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                fitted = kvpass.calibrate(model, data.clone(), scheme, progress=False) if "static" in scheme else scheme
+            options = dict(mode="reduce-overhead") if device.type == "cuda" else {}
+            run = kvpass.apply(sharing_weights(model), fitted, lowering=lowering, **options)
+            cache, times = DynamicCache(config=model.config), []
+            fill(run, cache, data.flatten()[torch.arange(length) % data.numel()][None], 0, length, 2048)
+            for _ in range(steps + 8):
+                _wait(device)
+                begin = time.perf_counter()
+                run(input_ids=data[:1, :1], past_key_values=cache)
+                _wait(device)
+                times.append(1e3 * (time.perf_counter() - begin))
+            usual = statistics.median(times[8:])
+            longer = {i: taken for i, taken in enumerate(times[8:]) if taken > 1.5 * usual}
+            yield row | dict(median=usual, mean=statistics.fmean(times[8:]), longer=longer)
+        except Exception as error:
+            yield row | _failed(error)
 
 
 def throughput(

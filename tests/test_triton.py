@@ -600,13 +600,14 @@ TOY = {
     "capacity": {},
     "generates": dict(schemes=("kivi",), prompt=40, new=12, shape=(1, 128, 4, 2), lowering="auto"),
     "step": dict(schemes=("kivi",), lengths=(40,), steps=2, shape=(1, 128, 4, 2), dtype=torch.float32),
+    "due": dict(schemes=("waterfill-static",), lengths=(40,), steps=3, shape=(1, 128, 4, 2), dtype=torch.float32),
     "throughput": dict(
         schemes=("kivi",), length=40, batches=(2,), steps=2, shape=(1, 128, 4, 2), dtype=torch.float32, largest=3
     ),
 }
 
 
-@pytest.mark.slow_cases("generates", "step", "throughput", "tune")
+@pytest.mark.slow_cases("generates", "step", "due", "throughput", "tune")
 @pytest.mark.parametrize("stage", TOY)
 def test_gpu_stages_run_at_toy_size(stage, monkeypatch, tables):
     """On the CPU, without graphs: the test checks that they run, not their measurements."""
