@@ -12,12 +12,6 @@ from .scores import Call, Rope, Window
 from .unpacking import Pool, Table, moved, packed_rows
 
 
-@triton.jit
-def _pool_of(codes, scale, zero_point, points, offset, table):
-    """The pool of a head, which is ``offset`` bytes from the start of a block."""
-    return Pool(moved(codes, offset), moved(scale, offset), moved(zero_point, offset), points, None, None, table)
-
-
 @triton.jit(do_not_specialize=["blocks_row", "window_row"])
 def attend_blocks(
     q, k_codes, k_scale, k_zero, k_sinks, v_codes, v_scale, v_zero, v_sinks, window, q_packed, shift, k_points,
@@ -38,10 +32,12 @@ def attend_blocks(
     stored = tl.load(total + request).to(tl.int32)
     n = stored - 1  # what is packed depends on the tokens before this step
     blocks, window_blocks = blocks + request * blocks_row, window_blocks + request * window_row
-    pages = Table(blocks, lead, block_bytes, slot_bytes)
-    offset = head * head_bytes
-    key = _pool_of(k_codes, k_scale, k_zero, k_points, offset, pages)
-    value = _pool_of(v_codes, v_scale, v_zero, v_points, offset, pages)
+    pages, offset = Table(blocks, lead, block_bytes, slot_bytes), head * head_bytes
+    k_codes, k_scale, k_zero = moved(k_codes, offset), moved(k_scale, offset), moved(k_zero, offset)
+    v_codes, v_scale, v_zero = moved(v_codes, offset), moved(v_scale, offset), moved(v_zero, offset)
+    # built here, because functions that Triton 3.6 compiles cannot return None
+    key = Pool(k_codes, k_scale, k_zero, k_points, None, None, pages)
+    value = Pool(v_codes, v_scale, v_zero, v_points, None, None, pages)
     if k_sinks is not None:
         offset += tl.load(blocks) * block_bytes
         k_sinks, v_sinks = moved(k_sinks, offset), moved(v_sinks, offset)
