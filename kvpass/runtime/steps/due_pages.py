@@ -26,7 +26,8 @@ def pack_again(cache: CacheState, n: int) -> None:
     together: dict[Any, list[KVState]] = {}
     for state in sorted((state for layer in cache.layers for state in layer.states()), key=_follows_keys):
         merged = state.source is None and not state.predictor and stands_alone(state.spec)
-        together.setdefault((state.text, id(state.rotary)) if merged else id(state), []).append(state)
+        alike = state.text, state.ring.device, id(state.rotary)
+        together.setdefault(alike if merged else id(state), []).append(state)
     for states in together.values():
         _append(states, length, n, cache.lowering)
 
