@@ -202,11 +202,14 @@ def due(
     tokens."""
     model = llama(device, dtype, *shape)
     data = torch.randint(1000, (4, 256), device=device)
+    calibrated: dict = {}
     for scheme, length in itertools.product(schemes, lengths):
         row = dict(scheme=scheme, length=length)
         try:
-            with torch.inference_mode(False), torch.enable_grad():
-                fitted = kvpass.calibrate(model, data.clone(), scheme, progress=False) if "static" in scheme else scheme
+            if get(scheme).needs_calibration and scheme not in calibrated:
+                with torch.inference_mode(False), torch.enable_grad():
+                    calibrated[scheme] = kvpass.calibrate(model, data.clone(), scheme, progress=False)
+            fitted = calibrated.get(scheme, scheme)
             options = dict(mode="reduce-overhead") if device.type == "cuda" else {}
             run = kvpass.apply(sharing_weights(model), fitted, lowering=lowering, **options)
             cache, times = DynamicCache(config=model.config), []

@@ -205,9 +205,9 @@ def test_pages_of_all_layers_are_packed_as_those_of_each(scheme):
     kvpass.apply(model, SCHEMES.get(scheme, scheme) if isinstance(scheme, str) else scheme, lowering="reference")
     cache = DynamicCache(config=model.config)
     for start, stop in ((0, 20), *((i, i + 1) for i in range(20, 33))):
-        due = is_due(packed_layers(cache)[0].cache, stop - start) if start else False
+        due = start and is_due(packed_layers(cache)[0].cache, stop - start)
         model(input_ids=ids[:, start:stop], past_key_values=cache)
-        if due and start:
+        if due:
             state = packed_layers(cache)[0].cache
             states = [one for layer in state.layers for one in layer.states()]
             expected = [{name: tensor.clone() for name, tensor in one.contents(stop).items()} for one in states]

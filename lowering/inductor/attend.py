@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.affine import params_dtype
-from kvpass.codec.allocation import Allocation
+from kvpass.codec.allocation import Allocation, Ranked
 from kvpass.codec.hadamard import basis
 from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec, parse
@@ -144,7 +144,7 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
         return why
     specs = [parse(text) for text in dispatch.specs]
     (key, value), of_keys = (spec.retention for spec in specs), specs[0].transform
-    if dispatch.device != "cpu" and any(isinstance(spec.codec, (Allocation, Shares)) for spec in specs):
+    if dispatch.device != "cpu" and any(isinstance(spec.codec, Ranked) for spec in specs):
         return "only CPU kernels read per-channel bit widths."
     if any(isinstance(spec.codec, Shares) for spec in specs):
         return "only C++ kernels read calibrated bit widths."
@@ -155,7 +155,7 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
             "keys stored before rotary embedding in a fitted basis have to be dequantized first: queries cannot be "
             "projected onto it."
         )
-    if of_keys.page_rope and not isinstance(specs[0].codec, (Allocation, Shares)):
+    if of_keys.page_rope and not isinstance(specs[0].codec, Ranked):
         return "keys with page-relative RoPE and one bit width for all channels have to be dequantized first."
     if of_keys.pre_rope and of_keys.rotation is not None:
         return "keys rotated by a Hadamard matrix before rotary embedding have to be dequantized first."

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kvpass.codec.allocation import Allocation
+from kvpass.codec.allocation import Allocation, Ranked
 from kvpass.codec.bitpack import byte_rows
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.shares import Shares, page_bytes
@@ -45,7 +45,7 @@ def refuses_fields(specs: list[CodecSpec]) -> str | None:
     """The reason why attention over specs with per-channel bit widths is not supported, or None. Other features are
     checked elsewhere."""
     of_keys, of_values = (spec.codec for spec in specs)
-    if not isinstance(of_keys, (Allocation, Shares)) or type(of_values) is not type(of_keys):
+    if not isinstance(of_keys, Ranked) or type(of_values) is not type(of_keys):
         return "keys and values must both have per-channel bit widths, calibrated or not, or neither."
     if (of_values.ranked, of_values.follows) != (of_keys.ranked, of_keys.ranked):
         return "values must have the same per-token bit widths as their keys."

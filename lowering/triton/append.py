@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.codec.allocation import Allocation
+from kvpass.codec.allocation import Allocation, Ranked
 from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.layout.retention import Retention
@@ -94,7 +94,7 @@ def _encoder(spec: CodecSpec) -> Callable[..., tuple[Tensor, ...]]:
 
 def _refuses(dispatch: DispatchKey) -> str | None:
     (spec,) = map(parse, dispatch.specs)
-    if not isinstance(spec.codec, (Allocation, Shares)):
+    if not isinstance(spec.codec, Ranked):
         return refuses(dispatch)
     if isinstance(spec.codec, Shares) and not power_of_two(spec.page_size):
         return f"page_size must be a power of two, not {spec.page_size}."

@@ -7,14 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpass.codec.allocation import Allocation
+from kvpass.codec.allocation import Ranked
 from kvpass.codec.bitpack import num_planes
 from kvpass.codec.boost import Boosted, boosted
 from kvpass.codec.codebook import grid
 from kvpass.codec.hadamard import basis
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.second_level import SecondLevel
-from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.tensors import Pack
 from kvpass.errors import KVPassError
@@ -60,7 +59,7 @@ def _refuses(dispatch: DispatchKey) -> str | None:
     specs = [parse(text) for text in dispatch.specs]
     if why := refuses_pages(specs, dispatch.head_dim):
         return why
-    if any(isinstance(spec.codec, (Allocation, Shares)) for spec in specs):
+    if any(isinstance(spec.codec, Ranked) for spec in specs):
         return refuses_fields(specs)
     if specs[0].transform.page_rope:
         return "keys with page-relative RoPE and one bit width for all channels have to be dequantized first."
@@ -267,7 +266,7 @@ def _count(lse: Tensor, mask: Tensor | None, statistic: str) -> None:
 @implements("attend", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
 def attend(call: AttendCall[Pack]) -> list[Tensor]:
     call = with_past(call)
-    if isinstance(call.k_spec.codec, (Allocation, Shares)):
+    if isinstance(call.k_spec.codec, Ranked):
         if call.statistic:  # no spec with per-channel bit widths needs it
             raise KVPassError(
                 "The Triton kernels return no attention mass for per-channel bit widths: use lowering='reference'."

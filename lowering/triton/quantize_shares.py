@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kvpass.codec.shares import Shares, page_bytes
 from kvpass.codec.spec import CodecSpec
-from kvpass.codec.transform_coding import DISTORTION, GAINS_TRIED, LEAST_GAIN, OCTAVE, PAIRS, STEPS, UNIT
+from kvpass.codec.transform_coding import DISTORTION, GAINS_TRIED, LEAST_GAIN, OCTAVE, PAIRS, UNIT, steps_of
 
 from .allocated import layout_of, places_of
+from .read_fields import slots_of
 from .read_shares import LINES
 
 _LEVELS: tl.constexpr = tl.constexpr(PAIRS)
@@ -32,9 +33,7 @@ def _token_of_slot(marks, page_size: tl.constexpr, tokens: tl.constexpr, rank):
     """The token of a page in each slot of a rank. marks: the mask of high-precision tokens."""
     token = tl.arange(0, page_size)
     rich = tl.load(marks + token % (page_size // 8)).to(tl.int32) >> token // (page_size // 8) & 1
-    before = tl.cumsum(rich, 0) - rich
-    slot = tl.where(rich != 0, before, token - before + tokens)
-    mine = slot[:, None] == (rank * tokens + tl.arange(0, tokens))[None, :]
+    mine = slots_of(rich, token, tokens, 0)[:, None] == (rank * tokens + tl.arange(0, tokens))[None, :]
     return tl.sum(tl.where(mine, token[:, None], 0), 0)
 
 
@@ -120,7 +119,7 @@ def _constants(device: torch.device) -> Tensor:
     """Step size, largest code and weight of an error, for widths from 0 to 7: ``[3, 8]``."""
     widths = torch.arange(8)
     worth = torch.where(widths > 0, 1 / torch.tensor(DISTORTION[:8]), 0.0)
-    return torch.stack([torch.tensor([1.0, *STEPS[:7]]), 2.0**widths - 1, worth]).to(device)
+    return torch.stack([steps_of(widths.device)[:8], 2.0**widths - 1, worth]).to(device)
 
 
 def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor]:

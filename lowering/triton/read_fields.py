@@ -168,6 +168,14 @@ def tile_places(RANK: tl.constexpr, PAGES: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
+def slots_of(rich, token, TOKENS: tl.constexpr, DIM: tl.constexpr):
+    """`kvpass.codec.allocation.slots`: the slot of each ``token``, along ``DIM``, of pages whose ranks have ``TOKENS``
+    tokens. rich: 1 for high-precision tokens, else 0."""
+    before = tl.cumsum(rich, DIM) - rich
+    return tl.where(rich != 0, before, token - before + TOKENS)
+
+
+@triton.jit
 def page_places(pages, page, there, L: tl.constexpr):
     """The place of each token of each ``page``, ``[pages, P]``: the tokens of a rank are adjacent, in the order of the
     rows of a tile. Pages that are not ``there`` are not read."""
@@ -178,9 +186,7 @@ def page_places(pages, page, there, L: tl.constexpr):
             marked = marks_of(pages, page, token % marks, there)
         else:
             marked = tl.load(pages + page[:, None] * L.size + token % marks, mask=there[:, None], other=0)
-        rich = marked.to(tl.int32) >> token // marks & 1
-        before = tl.cumsum(rich, 1) - rich
-        slot = tl.where(rich != 0, before, token - before + L.tokens)  # `kvpass.codec.allocation.slots`
+        slot = slots_of(marked.to(tl.int32) >> token // marks & 1, token, L.tokens, 1)
     else:
         slot = token + page[:, None] * 0
     rows: tl.constexpr = L.tokens // _PLANES
