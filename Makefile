@@ -64,7 +64,7 @@ test-vllm: $(VLLM_VENV)/.installed
 $(VLLM_VENV)/.installed: pyproject.toml
 	@echo "== Setting up $(VLLM_VENV) with $(VLLM) and what it pins: about 1 GB is downloaded, once =="
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install "$(VLLM)" torchao tqdm accelerate gguf pytest pytest-xdist hypothesis
+	@$(VLLM_VENV)/bin/python -m pip install "$(VLLM)" torchao tqdm zstandard accelerate gguf pytest pytest-xdist hypothesis
 	@$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m pip install --no-deps --editable .
 	@touch $@

@@ -2,8 +2,9 @@
 
     python benchmarks/chunks.py --schemes kivi-4 higgs-sinks --dtype bfloat16
 
-A prompt is read by transformers. Its keys and values are quantized in chunks and dequantized, as after a hit, and the
-tokens that follow are scored with them and with the originals. Times are those of the processor, of one thread.
+A prompt is read by transformers. Its keys and values are quantized in chunks and dequantized. As after a hit, the last
+tokens of the prompt are computed again from them, and the tokens that follow are scored. Times are those of the
+processor, of one thread.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from kvpass import models, schemes
-from kvpass.prefix_store import ChunkCodec, LayerShape
+from kvpass.prefix_store import ChunkCodec, EntropyChunkCodec, LayerShape
 from kvpass.schemes import SchemeConfig
 from kvpass.vllm.calibrated_scheme import CalibratedScheme
 
@@ -28,10 +29,20 @@ def texts(tokenizer, count: int, length: int) -> torch.Tensor:
 
 
 def asked(name: str) -> SchemeConfig | CalibratedScheme:
-    """A scheme by its name, its JSON, or the folder of its calibration."""
-    if Path(name).is_dir():
-        return CalibratedScheme.of(name)
+    """A scheme by its name, its JSON, or the folder of its calibration, with "@" and other bits if wanted."""
+    folder, _, bits = name.partition("@")
+    if Path(folder).is_dir():
+        return CalibratedScheme.of(folder).storing(float(bits) if bits else None)
     return schemes.get(json.loads(name) if name.startswith("{") else name)
+
+
+def codec_for(
+    scheme: SchemeConfig | CalibratedScheme, shapes: dict[int, LayerShape], tokens: int
+) -> ChunkCodec | EntropyChunkCodec:
+    """What stores chunks of ``tokens`` tokens of all layers of a model."""
+    if isinstance(scheme, CalibratedScheme):
+        return EntropyChunkCodec(shapes, scheme.layers(1, 0, shapes[0].dtype), tokens)
+    return ChunkCodec(scheme, shapes, len(shapes), tokens)
 
 
 def timed(function, *arguments, **more):
@@ -39,12 +50,14 @@ def timed(function, *arguments, **more):
     return function(*arguments, **more), time.process_time() - start
 
 
-def scored(model, cache: list[tuple], ids: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities after each of ``ids``, which follow ``cache``."""
+def scored(model, cache: list[tuple], ids: torch.Tensor, new: int) -> torch.Tensor:
+    """Log-probabilities after each of the last ``new`` of ``ids``. Those before them that are not in ``cache`` are
+    computed."""
     past = DynamicCache()
     for index, (k, v) in enumerate(cache):
         past.update(k.unsqueeze(0), v.unsqueeze(0), index)
-    return model(ids.unsqueeze(0), past_key_values=past).logits[0].float().log_softmax(-1)
+    left = ids[past.get_seq_length() :]
+    return model(left.unsqueeze(0), past_key_values=past).logits[0, -new:].float().log_softmax(-1)
 
 
 @torch.inference_mode()
@@ -62,27 +75,25 @@ def main(arguments: argparse.Namespace) -> None:
         read.append([(layer.keys[0], layer.values[0]) for layer in past.layers])
     heads, _, head_dim = read[0][0][0].shape
     shapes = {index: LayerShape(heads, head_dim, dtype) for index in range(len(read[0]))}
-    expected = [scored(model, cache, ids[arguments.tokens :]) for cache, ids in zip(read, prompts, strict=True)]
+    expected = [scored(model, cache, ids, arguments.new) for cache, ids in zip(read, prompts, strict=True)]
     print(f"{arguments.tokens} tokens in {arguments.dtype}, read in {prompt_time:.2f} s")
     print("| scheme | x fewer bytes | quantized in | of the prompt | dequantized in | KL | same token |")
     print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
     for name in arguments.schemes:
-        scheme, calibrated = asked(name), None
-        if isinstance(scheme, CalibratedScheme):
-            calibrated = scheme.layers(1, 0, dtype)
-        codec = ChunkCodec(scheme, shapes, len(shapes), arguments.chunk, calibrated=calibrated)
+        codec = codec_for(asked(name), shapes, arguments.chunk)
         codec.warm()
-        numbers = range(arguments.tokens // arguments.chunk)
-        spent, kl, same = [0.0, 0.0], 0.0, 0.0
+        numbers, kept = range(arguments.tokens // arguments.chunk), arguments.tokens - arguments.recompute
+        spent, kl, same, size = [0.0, 0.0], 0.0, 0.0, 0.0
         for cache, ids, right in zip(read, prompts, expected, strict=True):
             chunks, took = timed(codec.quantize, numbers, *zip(*cache, strict=True))
             spent[0] += took / len(prompts)
             found, took = timed(codec.dequantize, numbers, chunks)
             spent[1] += took / len(prompts)
-            logits = scored(model, list(zip(*found, strict=True)), ids[arguments.tokens :])
+            size += sum(x.nbytes for chunk in chunks for x in chunk.values()) / len(prompts)
+            cache = [(k[:, :kept], v[:, :kept]) for k, v in zip(*found, strict=True)]
+            logits = scored(model, cache, ids, arguments.new)
             kl += float((right.exp() * (right - logits)).sum(-1).mean()) / len(prompts)
             same += float((right.argmax(-1) == logits.argmax(-1)).float().mean()) / len(prompts)
-        size = sum(x.nbytes for chunk in chunks for x in chunk.values())
         fewer = codec.full_nbytes * len(chunks) / size
         print(
             f"| `{name}` | {fewer:.2f} | {spent[0]:.2f} s | {spent[0] / prompt_time:.0%} | {spent[1]:.2f} s | {kl:.4f} "
@@ -99,4 +110,5 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, a multiple of --chunk")
     parser.add_argument("--new", type=int, default=128, help="tokens that follow")
     parser.add_argument("--chunk", type=int, default=128, help="tokens per chunk")
+    parser.add_argument("--recompute", type=int, default=64, help="tokens at the end of the prompt to compute again")
     main(parser.parse_args())

@@ -27,6 +27,7 @@ def shared_tensors(spec, heads, head_dim, seed=0, dtype=torch.float16):
         "metric": torch.eye(size).repeat(heads, head_dim // size, 1)[None].to(dtype),
         "basis": basis.flatten(1, 2)[None].to(dtype),
         "widths": widths[None].to(torch.uint8),
+        "steps": torch.full(widths.shape, 0.5)[None].to(dtype),
         "queries": (randn(seed + 4, 1, heads, QUERIES, head_dim) / (4 * head_dim**0.5)).to(dtype),
     }
     rope = spec.transform.numbered

@@ -7,8 +7,10 @@ from test_shares import SMALL
 
 import kvpass
 from kvpass import KVPassError
+from kvpass.codec.allocation import choose
+from kvpass.codec.bitpack import unpack
 from kvpass.codec.page_rope import PageTables, from_page_rope, mean_in_page, to_page_rope
-from kvpass.prefix_store import ChunkCodec, LayerShape
+from kvpass.prefix_store import EntropyChunkCodec, LayerShape
 from kvpass.vllm.calibrated_scheme import CalibratedScheme, heads_of_rank
 from kvpass.vllm.serving_config import Served, ServedCalibration, scheme_asked
 from kvpass.vllm.store_config import StoreConfig
@@ -104,17 +106,26 @@ def test_blocks_of_all_layers_hold_whole_pages_and_windows_divide_them(scheme):
         Served(scheme.scheme, 2, 2, 16, torch.float32)
 
 
-def test_chunks_are_quantized_by_the_numbers_of_their_pages(scheme):
-    """Against the codec itself, page by page; each chunk alone as with others; sinks are exact in the first."""
+@pytest.fixture(scope="module")
+def stored(scheme):
+    """The layers of the model, their shapes, and keys and values of three chunks."""
     heads, head_dim = scheme.heads_of(0)
     layers = scheme.layers(1, 0, torch.float32)
     shapes = dict.fromkeys(layers, LayerShape(heads, head_dim, torch.float32))
-    one = ChunkCodec(scheme, shapes, len(shapes), CHUNK, lowering="reference", calibrated=layers)
     generator = torch.Generator().manual_seed(0)
     given = [[torch.randn(heads, 3 * CHUNK, head_dim, generator=generator) for _ in layers] for _ in range(2)]
+    return layers, shapes, given
+
+
+def test_chunks_are_quantized_by_the_numbers_of_their_pages(stored):
+    """Against codes by the definition, one layer at a time; each chunk alone as with others; sinks are exact in the
+    first."""
+    layers, shapes, given = stored
+    one = EntropyChunkCodec(shapes, layers, CHUNK)
     chunks = one.quantize([0, 1, 4], *given)
     for number, chunk in zip((0, 1, 4), chunks, strict=True):
-        assert {name: (tuple(x.shape), x.dtype) for name, x in chunk.items()} == one.shapes(number == 0)
+        wanted = one.shapes(number == 0)
+        assert chunk.keys() == wanted.keys() and all(chunk[name].dtype == kind for name, (_, kind) in wanted.items())
     found = one.dequantize([0, 1, 4], chunks)
     for side, expected in zip(found, given, strict=True):
         assert all(torch.equal(a[:, :2], b[:, :2]) for a, b in zip(side, expected, strict=True))
@@ -122,13 +133,60 @@ def test_chunks_are_quantized_by_the_numbers_of_their_pages(scheme):
     for side, whole in zip(alone, found, strict=True):
         assert all(torch.equal(a, b[:, 2 * CHUNK :]) for a, b in zip(side, whole, strict=True))
     place, layer = 1, list(layers.values())[1]
-    spec, size = layer.key_spec, layer.key_spec.page_size
+    size = layer.key_spec.page_size
     middle = torch.cat([torch.arange(size), 4 * CHUNK + torch.tensor([size // 2, size + size // 2])])
     angles = (middle[:, None] * layer.angles.double())[None]
     tables = PageTables(angles.cos().float(), angles.sin().float(), layer.rope)
-    x = to_page_rope(given[0][place][None, :, 2 * CHUNK :], tables, 0, size)
+    keys = to_page_rope(given[0][place][None, :, 2 * CHUNK :], tables, 0, size)
     mean = mean_in_page(layer.key["center"], tables, size).repeat(1, 1, 2, 1)
-    pages = spec.codec.quantize(x - mean, spec, [layer.key[name] for name in ("share", "basis", "widths", "queries")])
-    values = spec.codec.dequantize(*pages, *(layer.key[name] for name in ("share", "basis", "widths")), spec) + mean
-    expected = from_page_rope(values, tables, 0, size)[0]
-    torch.testing.assert_close(found[0][place][:, 2 * CHUNK :], expected, atol=1e-4, rtol=1e-4)
+    rich = choose(keys - mean, layer.key_spec, layer.key["queries"])
+    high = unpack(rich, 1).flatten(2).bool()[0]  # [H, T]
+    for x, tensors, side in ((keys - mean, layer.key, 0), (given[1][place][None, :, 2 * CHUNK :], layer.value, 1)):
+        heads = x.shape[1]
+        width = tensors["basis"].shape[-1]
+        expected = torch.empty_like(x[0])
+        for h in range(heads):
+            basis = torch.block_diag(*tensors["basis"][0, h].float().view(-1, width, width))
+            steps = torch.where(high[h][:, None], *tensors["steps"][0, h].float())
+            codes = (torch.linalg.solve(basis.T, x[0, h].T).T / steps).round()
+            expected[h] = codes * steps @ basis
+        if side == 0:
+            expected = from_page_rope(expected[None] + mean, tables, 0, size)[0]
+        error = (found[side][place][:, 2 * CHUNK :] - expected).abs()
+        assert float((error > 1e-3).float().mean()) < 1e-3  # rounding of a few codes at the edge of a step
+
+
+def test_more_bits_make_chunks_larger_and_closer(scheme, stored):
+    _, shapes, (keys, values) = stored
+    sizes, errors = [], []
+    for bits in (1.0, None, 3.0, 6.0):
+        one = EntropyChunkCodec(shapes, scheme.storing(bits).layers(1, 0, torch.float32), CHUNK)
+        chunks = one.quantize(range(3), keys, values)
+        sizes.append(one.nbytes(False))
+        found = one.dequantize(range(3), chunks)
+        pairs = [(a, b) for side, given in zip(found, (keys, values), strict=True)
+                 for a, b in zip(side, given, strict=True)]  # fmt: skip
+        errors.append(sum(float((a - b).square().sum()) for a, b in pairs))
+    assert sizes == sorted(sizes) and errors == sorted(errors, reverse=True)
+    with pytest.raises(KVPassError, match="above 0 and at most 8"):
+        scheme.storing(0)
+
+
+def test_each_rank_stores_its_own_heads(scheme, stored):
+    layers, shapes, (keys, values) = stored
+    whole = EntropyChunkCodec(shapes, layers, CHUNK)
+    expected = whole.dequantize(range(3), whole.quantize(range(3), keys, values))
+    halves = {index: LayerShape(shape.heads // 2, shape.head_dim, shape.dtype) for index, shape in shapes.items()}
+    for rank in range(2):
+        own = slice(rank * halves[0].heads, (rank + 1) * halves[0].heads)
+        one = EntropyChunkCodec(halves, scheme.layers(2, rank, torch.float32), CHUNK)
+        found = one.dequantize(range(3), one.quantize(range(3), [x[own] for x in keys], [x[own] for x in values]))
+        for side, of_all in zip(found, expected, strict=True):
+            for a, b in zip(side, of_all, strict=True):
+                assert float(((a - b[own]).abs() > 1e-3).float().mean()) < 1e-3
+
+
+def test_chunks_of_calibrated_layers_hold_whole_pages(stored):
+    layers, shapes, _ = stored
+    with pytest.raises(KVPassError, match="multiple of 16"):
+        EntropyChunkCodec(shapes, layers, 24)

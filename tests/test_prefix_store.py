@@ -141,6 +141,16 @@ def test_chunks_that_are_read_or_kept_are_not_dropped():
     assert index.reserve([(b"d", 21)]) == {} and b"a" in index  # nothing is dropped for what cannot fit
 
 
+def test_chunks_that_turn_out_larger_push_others_out():
+    index = ChunkIndex(30)
+    index.reserve([(b"a", 10), (b"b", 10), (b"c", 10)])
+    index.get(b"a").ready = index.get(b"b").ready = index.get(b"c").ready = True
+    index.get(b"a").readers = 1
+    assert index.grow(b"c", -5) == {} and index.nbytes == 25
+    assert list(index.grow(b"c", 10)) == [b"b"] and index.nbytes == 25  # a is being read
+    assert index.grow(b"b", 100) == {} and index.nbytes == 25  # it is gone
+
+
 def test_the_index_never_exceeds_its_limit():
     choose, index = random.Random(0), ChunkIndex(100)
     generations = {}

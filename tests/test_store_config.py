@@ -32,6 +32,8 @@ def test_options_are_read():
         ({"scheme": "kivi", "cpu_bytes": 1, "disk_bytes": 5}, "set path, too"),
         ({"scheme": "kivi", "cpu_bytes_to_use": 1}, "has no .*cpu_bytes_to_use.*it takes scheme, cpu_bytes"),
         ({"scheme": "kivi", "cpu_bytes": 1, "blocks_per_chunk": 0}, "at least 1"),
+        ({"scheme": "kivi", "cpu_bytes": 1, "recompute": -1}, "must not be negative"),
+        ({"scheme": "kivi", "cpu_bytes": 1, "bits": 2.0}, "bits is for calibrations"),
         ({"scheme": ".", "cpu_bytes": 1}, "holds no calibration"),
     ],
 )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..cache.sliding import plan_for
+from ..codec.entropy_coding import rescale
 from ..codec.probes import QUERIES
 from ..codec.rope import rotate, split_pairs
 from ..codec.shares import WIDEST, Shares, share_of, water_fill
@@ -35,6 +36,7 @@ _RICH_WORTH = 6.0  # cost of an error in a rich token, relative to other tokens
 _TEMPER = 0.85  # exponent on measured head costs: few texts overestimate the largest
 _SHIFTS = 1, 16, 256  # position offsets from which the rotation of keys is found
 _TOLERANCE, _LEAST_ANGLE = 0.05, 1e-6  # relative error of a rotation; smallest angle
+_STEPS = 2.0**-8, 2.0**8  # smallest and largest step, in standard deviations
 _DISTANCES = 112, 4096  # range of distances from a key to the queries that rank it
 
 Fitted = tuple[list[Tensor], list[Tensor]]
@@ -290,17 +292,19 @@ def share_out(
         costs[0] = own.in_page_rope(costs[0], offsets)
         keys, values = zip(covariances, costs, strict=True)
         axes[index] = _Axes(*keys, shares.block_size), _Axes(*values, shares.block_size)
-    widths = _water_fill(axes, {index: own.layer for index, own in statistics.items()}, config)
+    widths, steps = _water_fill(axes, {index: own.layer for index, own in statistics.items()}, config)
     fitted: dict[int, Fitted] = {}
     for index, own in statistics.items():
         plan, both = config.plan(own.layer), []
-        for spec, of_role, of_widths in zip((plan.key, plan.value), axes[index], widths[index], strict=True):
+        sides = zip((plan.key, plan.value), axes[index], widths[index], steps[index], strict=True)
+        for spec, of_role, of_widths, of_steps in sides:
             found = {
                 "share": share_of(of_widths),
                 "metric": of_role.metric[None],
                 "center": means[index][None],
                 "basis": of_role.basis[None],
                 "widths": of_widths[None],
+                "steps": of_steps[None],
                 "queries": torch.cat(own.queries, 1)[None, :, :: len(own.queries)],
             }
             tensors = [found[name] for name in of_model(spec)]
@@ -313,9 +317,10 @@ def share_out(
 
 def _water_fill(
     axes: dict[int, tuple[_Axes, _Axes]], layers: dict[int, LayerGeometry], config: CalibratedWaterfillConfig
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Bit widths of the keys and values of each layer, ``[H, ranks, D]`` uint8. A bit of a sliding window takes less
-    memory than one of full attention, in proportion to `share_of_tokens`."""
+) -> tuple[dict[int, tuple[Tensor, Tensor]], dict[int, tuple[Tensor, Tensor]]]:
+    """Bit widths of the keys and values of each layer, ``[H, ranks, D]`` uint8, and step sizes of as many bits if codes
+    are entropy coded. A bit of a sliding window takes less memory than one of full attention, in proportion to
+    `share_of_tokens`."""
     of_heads = torch.cat([one.cost.sum(-1) for both in axes.values() for one in both])
     mean = of_heads.mean()
     worth = torch.tensor([_RICH_WORTH**0.5, _RICH_WORTH**-0.5] if config.ranked else [1.0], dtype=torch.float64)
@@ -326,6 +331,13 @@ def _water_fill(
             costs.append((one.cost * tempered).unsqueeze(1) * worth.view(1, -1, 1))
             memory.append(torch.full_like(costs[-1], share_of_tokens(layers[index])))
     flat, sizes = (torch.cat([one.flatten() for one in each]) for each in (costs, memory))
-    found = water_fill(flat, round(min(config.bits, WIDEST) * float(sizes.sum())), sizes)
-    parts = [part.view(cost.shape) for part, cost in zip(found.split([c.numel() for c in costs]), costs, strict=True)]
-    return dict(zip(axes, zip(parts[::2], parts[1::2], strict=True), strict=True))
+    bits = min(config.bits, WIDEST)
+    widths = water_fill(flat, round(bits * float(sizes.sum())), sizes)
+    steps = rescale((sizes / flat.clamp_min(1e-300)).sqrt(), bits, sizes).clamp(*_STEPS)
+
+    def by_layer(each: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        of_costs = zip(each.split([cost.numel() for cost in costs]), costs, strict=True)
+        parts = [part.view(cost.shape) for part, cost in of_costs]
+        return dict(zip(axes, zip(parts[::2], parts[1::2], strict=True), strict=True))
+
+    return by_layer(widths), by_layer(steps)

@@ -43,6 +43,7 @@ from .transform_coding import (
     metric_of,
     middle,
     steps_of,
+    times_blocks,
     weights,
     widths_of,
 )
@@ -169,6 +170,13 @@ def check_bits(spec: CodecSpec) -> None:
         raise KVPassError("Per-channel bit widths need bits=8, the largest possible bit width, and no grid.")
 
 
+def _tokens_at(places: Tensor, x: Tensor) -> Tensor:
+    """Tokens of pages ``[B, H, N, P, D]`` at ``places`` ``[B, H, N, P]`` of each page."""
+    size = x.shape[3]
+    first = torch.arange(0, places.numel(), size, device=x.device).view(*places.shape[:3], 1)
+    return x.flatten(0, 3).index_select(0, (first + places).flatten()).view_as(x)
+
+
 class Ranked:
     """Base of codecs that can give half of each page's tokens, the high-precision ones, more bits than the others.
 
@@ -203,11 +211,26 @@ class Ranked:
         x: whole pages, ``[B, H, N * P, D]``.
         chosen: with ranks, the queries that select the high-precision tokens, or the mask if ``follows``.
         """
-        high_mask, units = None, coordinates(x, basis).unflatten(2, (-1, spec.page_size))
+        high_mask = None
         if self.ranked:
             high_mask = chosen[0] if self.follows else choose(x, spec, chosen[0])
-            units = units.gather(3, slots(high_mask).argsort(-1).unsqueeze(-1).expand_as(units))
-        return high_mask, units.split(self.tokens(spec.page_size), 3)
+        return high_mask, self.to_ranks(coordinates(x, basis), high_mask, spec)
+
+    def to_ranks(self, units: Tensor, high_mask: Tensor | None, spec: CodecSpec) -> tuple[Tensor, ...]:
+        """The coordinates of the tokens of each rank, ``[B, H, N, T, D]``, from those of whole pages
+        ``[B, H, N * P, D]``."""
+        units = units.unflatten(2, (-1, spec.page_size))
+        if high_mask is not None:
+            units = _tokens_at(slots(high_mask).argsort(-1), units)
+        found: tuple[Tensor, ...] = units.split(self.tokens(spec.page_size), 3)
+        return found
+
+    def from_ranks(self, by_rank: Sequence[Tensor], high_mask: Tensor | None, basis: Tensor) -> Tensor:
+        """Inverse of `by_rank`: tokens ``[B, H, N * P, D]`` float32."""
+        units = torch.cat([*by_rank], 3)
+        if high_mask is not None:
+            units = _tokens_at(slots(high_mask), units)
+        return times_blocks(units.flatten(2, 3), basis.float().unflatten(-2, (-1, basis.shape[-1])))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from .tensors import of_model
 class CalibratedLayer:
     """One layer's calibrated tensors, for the heads that a process has.
 
-    key, value: by name (`codec.tensors.of_model`).
+    key, value: by name (`codec.tensors.of_model`), ``[L, ...]``; L is 1, or the number of layers with the same specs.
     angles: ``[p]``, the rotation of each channel pair from one token to the next, if keys have page-relative RoPE.
     """
 
@@ -58,12 +58,12 @@ class CalibratedLayer:
 
     @cached_property
     def neighbours(self) -> PageTables | None:
-        """Rotary tables ``[1, P, p]`` of the tokens of a page alone."""
-        return None if self.angles is None else self._tables(torch.empty(1, 0, device=self.angles.device))
+        """Rotary tables ``[L, P, p]`` of the tokens of a page alone."""
+        return None if self.angles is None else self._tables(self.angles.new_empty(len(self.key["center"]), 0))
 
     @cached_property
     def mean(self) -> Tensor:
-        """What is subtracted from keys, ``[1, H, P or 1, D]`` float32."""
+        """What is subtracted from keys, ``[L, H, P or 1, D]`` float32."""
         return mean_in_page(self.key["center"], self.neighbours, self.key_spec.page_size)
 
     def turned(self, tokens: Tensor) -> PageTables:

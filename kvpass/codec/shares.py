@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import KVPassError
 from ..fields import check_integers
 from ..layout.pool import of_pages
-from .allocation import Ranked, check_bits, check_page_size, choose, slots
+from .allocation import Ranked, check_bits, check_page_size, choose
 from .bitpack import byte_rows, pack, unpack
 from .codec import NO_KEYS, Codec, Kept
 from .spec import CodecSpec
@@ -268,9 +268,10 @@ class Shares(Ranked, Codec, name="shares"):
 
     def model(self, spec: CodecSpec) -> tuple[str, ...]:
         """``share`` ``[ranks, 3, H + 1]`` int32 on the host; ``metric`` and ``basis`` ``[1, H, D, b]``, ``center``
-        ``[1, H, 1, D]``, ``queries`` ``[1, H, Q, D]``, 16-bit; ``widths`` ``[1, H, ranks, D]`` uint8."""
+        ``[1, H, 1, D]``, ``queries`` ``[1, H, Q, D]``, 16-bit; ``widths`` ``[1, H, ranks, D]`` uint8, and ``steps`` of
+        the same shape, 16-bit: step sizes of the coordinates if their codes are entropy coded."""
         center = ("center",) if spec.transform.center else ()
-        found = ("share", "metric") if self.adapts else ("share", *center, "basis", "widths")
+        found = ("share", "metric") if self.adapts else ("share", *center, "basis", "widths", "steps")
         return (*found, "queries") if self.chooses else found
 
     def page_bytes(self, model: Mapping[str, Tensor], spec: CodecSpec) -> int:
@@ -325,10 +326,4 @@ class Shares(Ranked, Codec, name="shares"):
         for i, rank in enumerate(_ranks(share, spec)):
             units = _dequantize_rank(kept[3 * i : 3 * i + 3], widths[:, :, i], rank)
             by_rank.append(units.unflatten(-1, (heads, size)).permute(0, 3, 1, 2, 4))
-        units = torch.cat(by_rank, 3)
-        if high_mask is not None:
-            units = units.gather(3, slots(high_mask).unsqueeze(-1).expand_as(units))
-        rows = basis.float().unflatten(-2, (-1, self.block_size))
-        of_blocks = units.flatten(2, 3).unflatten(-1, (-1, self.block_size)).transpose(2, 3)
-        values: Tensor = (of_blocks @ rows).transpose(2, 3).flatten(-2)
-        return values
+        return self.from_ranks(by_rank, high_mask, basis)

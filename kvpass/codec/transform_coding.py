@@ -91,9 +91,19 @@ def blocks(x: Tensor, size: int) -> Tensor:
 
 def coordinates(x: Tensor, basis: Tensor) -> Tensor:
     """The coordinates of tokens ``[B, H, T, D]`` in a basis ``[B or 1, H, D, b]``: ``[B, H, T, D]`` float32."""
-    size = basis.shape[-1]
-    inverse, _ = torch.linalg.inv_ex(basis.double().unflatten(-2, (-1, size)))  # unlike `inv`, waits for no device
-    found: Tensor = (blocks(x, size) @ inverse).transpose(2, 3).flatten(-2).float()
+    return times_blocks(x.double(), inverse_of(basis)).float()
+
+
+def inverse_of(basis: Tensor) -> Tensor:
+    """The inverses of the blocks of a basis ``[B, H, D, b]``: ``[B, H, D / b, b, b]`` float64."""
+    found: Tensor = torch.linalg.inv_ex(basis.double().unflatten(-2, (-1, basis.shape[-1])))[0]
+    return found  # unlike `inv`, this waits for no device
+
+
+def times_blocks(x: Tensor, matrices: Tensor) -> Tensor:
+    """Tokens ``[B, H, T, D]`` times block-diagonal matrices ``[B or 1, H, D / b, b, b]``."""
+    of_blocks = x.unflatten(-1, (-1, matrices.shape[-1])).transpose(2, 3)
+    found: Tensor = (of_blocks @ matrices).transpose(2, 3).flatten(-2)
     return found
 
 

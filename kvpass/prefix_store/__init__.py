@@ -3,5 +3,6 @@
 from .chunk_files import ChunkFiles, DamagedFileError
 from .chunk_index import ChunkIndex
 from .chunks import ChunkCodec, LayerShape
+from .entropy_chunks import EntropyChunkCodec
 
-__all__ = ["ChunkCodec", "ChunkFiles", "ChunkIndex", "DamagedFileError", "LayerShape"]
+__all__ = ["ChunkCodec", "ChunkFiles", "ChunkIndex", "DamagedFileError", "EntropyChunkCodec", "LayerShape"]

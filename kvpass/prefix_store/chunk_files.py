@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..digest import digest
 from ..errors import KVPassError
+from .chunks import ANY, Shapes
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class ChunkFiles:
             self._make_room()
         return nbytes
 
-    def read(self, key: bytes, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+    def read(self, key: bytes, shapes: Shapes) -> dict[str, Tensor]:
         """The tensors of a chunk, which must have these ``shapes``. Raises `DamagedFileError` if the file is gone or is
         not exactly what `write` wrote for this key, and deletes it."""
         path = self.file(key)
@@ -102,7 +102,7 @@ class ChunkFiles:
             facts, sha256 = metadata["facts"], metadata["sha256"]
             if facts != {**self._facts, "key": key.hex()}:
                 raise DamagedFileError("It is the file of another chunk.")
-            if {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()} != dict(shapes):
+            if not _fit(tensors, shapes):
                 raise DamagedFileError("Its tensors have other shapes.")
             if digest(facts, tensors) != sha256:
                 raise DamagedFileError("Its SHA-256 differs.")
@@ -144,3 +144,11 @@ class ChunkFiles:
                 return
             path.unlink(missing_ok=True)
             self._nbytes -= size
+
+
+def _fit(tensors: Mapping[str, Tensor], shapes: Shapes) -> bool:
+    return tensors.keys() == shapes.keys() and all(
+        x.dtype == shapes[name][1] and x.dim() == len(shapes[name][0])
+        and all(wanted in (size, ANY) for size, wanted in zip(x.shape, shapes[name][0], strict=True))
+        for name, x in tensors.items()
+    )  # fmt: skip

@@ -76,6 +76,21 @@ class ChunkIndex:
                 freed += entry.nbytes
         return found if self.nbytes - freed + nbytes <= self.limit else []
 
+    def grow(self, key: bytes, nbytes: int) -> dict[bytes, int]:
+        """A chunk turned out ``nbytes`` larger than was reserved, or smaller. Returns chunks that were dropped for it,
+        with their generations; what is in use stays, even if the limit is exceeded until it can be dropped."""
+        if (entry := self._entries.get(key)) is not None:
+            entry.nbytes += nbytes
+            self.nbytes += nbytes
+        dropped: dict[bytes, int] = {}
+        for other, one in list(self._entries.items()):
+            if self.nbytes <= self.limit:
+                break
+            if one.ready and not one.readers:
+                dropped[other] = one.generation
+                self.drop(other)
+        return dropped
+
     def drop(self, key: bytes) -> None:
         """Forget a chunk, if it is there."""
         if (entry := self._entries.pop(key, None)) is not None:

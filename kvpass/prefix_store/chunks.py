@@ -13,9 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..codec.calibrated_layer import CalibratedLayer
 from ..codec.center import fit_center
-from ..codec.page_rope import middle
 from ..codec.spec import CodecSpec
 from ..codec.tensors import fitted_shapes, of_model, of_sequence, page_shapes
 from ..errors import KVPassError
@@ -40,7 +38,10 @@ sinks, D]``, where 0 is the number of a set of layers that are stored alike."""
 
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of the tensors of a chunk, by name."""
+"""Shape and dtype of the tensors of a chunk, by name. A size may be `ANY`."""
+
+ANY = -1
+"""In place of a size that depends on the tokens of the chunk."""
 
 
 class Scheme(Protocol):
@@ -59,18 +60,9 @@ class _Alike:
     shape: LayerShape
     plan: LayerPlan
     layers: tuple[int, ...]
-    calibrated: CalibratedLayer | None = None
 
-    def page_shapes(self, side: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """`page_shapes` of keys (0) or values (1); those of all heads together if the layer is calibrated."""
-        if self.calibrated is not None:
-            return {"codes": ((1, self.calibrated.page_bytes[side]), torch.uint8)}
-        return page_shapes(self.sides[side][1], self.shape.head_dim, self.shape.dtype)
-
-    @property
-    def page_heads(self) -> int:
-        """Heads of a page's tensors."""
-        return 1 if self.calibrated is not None else self.shape.heads
+    def page_shapes(self, spec: CodecSpec) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return page_shapes(spec, self.shape.head_dim, self.shape.dtype)
 
     @property
     def sides(self) -> tuple[tuple[str, CodecSpec], tuple[str, CodecSpec]]:
@@ -80,11 +72,10 @@ class _Alike:
 class ChunkCodec:
     """Quantizes and dequantizes chunks of ``tokens`` tokens.
 
-    scheme: any whose pages need nothing but the tokens in them, or a calibration's tensors.
+    scheme: any whose pages need nothing but the tokens in them.
     layers: the layer of the model that each cache layer belongs to, and its shape.
     num_layers: layers of the model.
     lowering: as in `kvpass.apply`.
-    calibrated: the tensors of each of ``layers``, if ``scheme`` is calibrated.
 
     Raises `KVPassError`, which names an alternative, if the scheme stores more than that, or if its pages do not fit
     the heads or the chunk.
@@ -92,33 +83,21 @@ class ChunkCodec:
 
     def __init__(
         self,
-        scheme: Scheme,
+        scheme: SchemeConfig,
         layers: Mapping[int, LayerShape],
         num_layers: int,
         tokens: int,
         device: torch.device | str = "cpu",
         lowering: str = "auto",
-        calibrated: Mapping[int, CalibratedLayer] | None = None,
     ) -> None:
         self.tokens, self.device = tokens, torch.device(device)
         plans = plans_of(scheme, layers, num_layers)
-        pages = lcm(*(spec.page_size for plan in plans.values() for spec in (plan.key, plan.value)))
-        if tokens % pages:
-            raise KVPassError(
-                f"Chunks of {tokens} tokens do not hold whole pages of {scheme.name!r}: use a multiple of {pages}."
-            )
+        specs = [spec for plan in plans.values() for spec in (plan.key, plan.value)]
+        check_chunk_size(tokens, lcm(*(spec.page_size for spec in specs)), max(s.retention.sinks for s in specs))
         alike: dict[tuple[LayerShape, LayerPlan], list[int]] = {}
         for place, (index, shape) in enumerate(layers.items()):
             alike.setdefault((shape, plans[index]), []).append(place)
         self._alike = [_Alike(shape, plan, tuple(places)) for (shape, plan), places in alike.items()]
-        if calibrated is not None:  # their pages differ in size
-            self._alike = [
-                _Alike(shape, plans[index], (place,), calibrated[index])
-                for place, (index, shape) in enumerate(layers.items())
-            ]
-        for one in self._alike:
-            if max(spec.retention.sinks for _, spec in one.sides) >= tokens:
-                raise KVPassError(f"All {tokens} tokens of a chunk would be sinks: use larger chunks, or fewer sinks.")
         self._codecs = [
             [codecs_for(spec, self.device, one.shape.head_dim, lowering) for _, spec in one.sides]
             for one in self._alike
@@ -129,15 +108,15 @@ class ChunkCodec:
         found: Shapes = {}
         for number, one in enumerate(self._alike):
             lead, head_dim, dtype = (len(one.layers), one.shape.heads), one.shape.head_dim, one.shape.dtype
-            for which, (side, spec) in enumerate(one.sides):
+            for side, spec in one.sides:
                 name, pages = f"{number}.{side}", self.tokens // spec.page_size
                 if first and spec.retention.sinks:
                     found[f"{name}.sinks"] = (*lead, spec.retention.sinks, head_dim), dtype
                 for part, (shape, kind) in fitted_shapes(spec, head_dim, dtype).items():
                     found[f"{name}.{part}"] = (*lead, *shape), kind
-                for part, (shape, kind) in one.page_shapes(which).items():
+                for part, (shape, kind) in one.page_shapes(spec).items():
                     if prod(shape):
-                        found[f"{name}.{part}"] = (len(one.layers), one.page_heads, pages, *shape), kind
+                        found[f"{name}.{part}"] = (*lead, pages, *shape), kind
         return found
 
     def nbytes(self, first: bool) -> int:
@@ -163,49 +142,32 @@ class ChunkCodec:
             some, theirs = chunks[start : start + at_once], numbers[start : start + at_once]
             span = slice(start * self.tokens, (start + len(some)) * self.tokens)
             for number, one in enumerate(self._alike):
-                key_pages = None
-                for which, given in enumerate((keys, values)):
+                for (side, spec), codecs, given in zip(one.sides, self._codecs[number], (keys, values), strict=True):
                     x = torch.stack([given[place][:, span] for place in one.layers])  # [L, H, n * T, D]
                     x = x.unflatten(2, (len(some), -1)).movedim(2, 0)  # [n, L, H, T, D]
-                    found = dict(self._side(x, one, which, theirs, self._codecs[number][which], key_pages))
-                    key_pages = found.get("codes")
-                    for name, tensor in found.items():
+                    for name, tensor in self._side(x, one, spec, theirs, codecs):
                         for chunk, part in zip(some, tensor, strict=False):
-                            chunk[f"{number}.{one.sides[which][0]}.{name}"] = part
+                            chunk[f"{number}.{side}.{name}"] = part
         return [{name: part.to("cpu", copy=True).contiguous() for name, part in chunk.items()} for chunk in chunks]
 
     def _side(
-        self, x: Tensor, one: _Alike, which: int, numbers: Sequence[int], codecs: Codecs, key_pages: Tensor | None
+        self, x: Tensor, one: _Alike, spec: CodecSpec, numbers: Sequence[int], codecs: Codecs
     ) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors ``[n, L, H, ...]`` of keys (0) or values (1) ``x`` ``[n, L, H, T, D]`` of chunks
-        ``numbers``; sinks only of the first of a prompt."""
-        spec, lead = one.sides[which][1], x.shape[:2]
-        sinks, fitted = spec.retention.sinks, []
+        """Names and tensors ``[n, L, H, ...]`` of keys or values ``x`` ``[n, L, H, T, D]`` of chunks ``numbers``; sinks
+        only of the first of a prompt."""
+        sinks, lead = spec.retention.sinks, x.shape[:2]
         if numbers[0] == 0 and sinks:
             yield "sinks", x[:1, ..., :sinks, :].clone()
             x = x.clone()
             x[0, ..., :sinks, :] = x[0, ..., sinks : sinks + 1, :]  # so that pages begin where chunks do
         x = x.flatten(0, 1).contiguous()
-        if one.calibrated is not None:
-            tensors = (one.calibrated.key, one.calibrated.value)[which]
-            fitted = [tensors[name] for name in spec.codec.quantizes_with if name in tensors]
-            if spec.quantizer.follows_keys:
-                assert key_pages is not None, "keys come first"
-                fitted.append(spec.codec.marks_in(key_pages.flatten(0, 1), one.shape.heads, spec))
-            if spec.transform.center:
-                x = one.calibrated.to_pages(x, self._middles(numbers, spec))
-        elif spec.transform.center:
+        if spec.transform.center:
             center = fit_center(x, fitted_shapes(spec, x.shape[-1], x.dtype)["center"][1])
             yield "center", center.unflatten(0, lead)
             x = (x.float() - center.float()).to(x.dtype)
-        for name, tensor in zip(one.page_shapes(which), codecs.quantize(x, fitted, spec), strict=True):
+        for name, tensor in zip(one.page_shapes(spec), codecs.quantize(x, [], spec), strict=True):
             if tensor.numel():
                 yield name, tensor.unflatten(0, lead)
-
-    def _middles(self, numbers: Sequence[int], spec: CodecSpec) -> Tensor:
-        """The numbers of the middle tokens of the pages of chunks: ``[n, pages]``."""
-        first = torch.tensor(numbers, device=self.device).unsqueeze(1) * self.tokens
-        return first + torch.arange(0, self.tokens, spec.page_size, device=self.device) + middle(spec.page_size)
 
     def dequantize(
         self, numbers: Sequence[int], chunks: Sequence[Mapping[str, Tensor]]
@@ -214,41 +176,29 @@ class ChunkCodec:
         layers = sum(len(one.layers) for one in self._alike)
         found: tuple[list[Tensor], list[Tensor]] = ([torch.empty(0)] * layers, [torch.empty(0)] * layers)
         for number, one in enumerate(self._alike):
-            for which, ((side, spec), into) in enumerate(zip(one.sides, found, strict=True)):
+            for (side, spec), codecs, into in zip(one.sides, self._codecs[number], found, strict=True):
                 parts = [
                     {name.split(".", 2)[2]: part.to(self.device) for name, part in chunk.items()
                      if name.startswith(f"{number}.{side}.")}
                     for chunk in chunks
                 ]  # fmt: skip
-                x = self._tokens(parts, one, which, numbers, self._codecs[number][which])  # [n, L, H, T, D]
+                x = self._tokens(parts, one, spec, codecs)  # [n, L, H, T, D]
                 if numbers[0] == 0 and spec.retention.sinks:
                     x[0, ..., : spec.retention.sinks, :] = parts[0]["sinks"]
                 for place, layer in zip(one.layers, x.movedim(0, 2).flatten(2, 3), strict=True):
                     into[place] = layer
         return found
 
-    def _tokens(
-        self,
-        parts: Sequence[Mapping[str, Tensor]],
-        one: _Alike,
-        which: int,
-        numbers: Sequence[int],
-        codecs: Codecs,
-    ) -> Tensor:
-        lead, spec, kept = (len(parts), len(one.layers)), one.sides[which][1], []
-        for name, (shape, dtype) in one.page_shapes(which).items():
+    def _tokens(self, parts: Sequence[Mapping[str, Tensor]], one: _Alike, spec: CodecSpec, codecs: Codecs) -> Tensor:
+        lead, kept = (len(parts), len(one.layers)), []
+        for name, (shape, dtype) in one.page_shapes(spec).items():
             if prod(shape):
                 kept.append(torch.cat([part[name] for part in parts]))
             else:
                 pages = self.tokens // spec.page_size
-                kept.append(torch.empty(prod(lead), one.page_heads, pages, *shape, dtype=dtype, device=self.device))
-        if one.calibrated is not None:
-            tensors = (one.calibrated.key, one.calibrated.value)[which]
-            kept += [tensors[name] for name in spec.codec.dequantizes_with]
+                kept.append(torch.empty(prod(lead), one.shape.heads, pages, *shape, dtype=dtype, device=self.device))
         x = codecs.dequantize(kept, spec, (), ())
-        if spec.transform.center and one.calibrated is not None:
-            x = one.calibrated.from_pages(x, self._middles(numbers, spec))
-        elif spec.transform.center:
+        if spec.transform.center:
             x = x + torch.cat([part["center"] for part in parts]).float()
         tokens: Tensor = x.to(one.shape.dtype).unflatten(0, lead)
         return tokens
@@ -259,6 +209,16 @@ class ChunkCodec:
         x = [torch.randn(shape.heads, self.tokens, shape.head_dim, device=self.device).to(shape.dtype)
              for _, shape in sorted(shapes.items())]  # fmt: skip
         self.dequantize([0], self.quantize([0], x, x))
+
+
+def check_chunk_size(tokens: int, page_size: int, sinks: int) -> None:
+    """Raise `KVPassError` unless a chunk of ``tokens`` tokens holds whole pages, and more than ``sinks`` sinks."""
+    if tokens % page_size:
+        raise KVPassError(
+            f"Chunks of {tokens} tokens do not hold whole pages of {page_size} tokens: use a multiple of {page_size}."
+        )
+    if sinks >= tokens:
+        raise KVPassError(f"All {tokens} tokens of a chunk would be sinks: use larger chunks, or fewer sinks.")
 
 
 def plans_of(scheme: Scheme, layers: Mapping[int, LayerShape], num_layers: int) -> dict[int, LayerPlan]:

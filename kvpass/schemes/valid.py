@@ -140,6 +140,7 @@ def _shared(spec: CodecSpec, heads: int, head_dim: int) -> _Shapes:
         "metric": (_WEIGHTS, (1, heads, head_dim, shares.block_size)),
         "basis": (_WEIGHTS, (1, heads, head_dim, shares.block_size)),
         "widths": (_CODES, (1, heads, shares.ranks, head_dim)),
+        "steps": (_WEIGHTS, (1, heads, shares.ranks, head_dim)),
         "queries": (_WEIGHTS, (1, heads, QUERIES, head_dim)),
     }
     rope = spec.transform.numbered

@@ -3,7 +3,7 @@ does not import vLLM."""
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..codec.affine import params_dtype
 from ..codec.calibrated_layer import CalibratedLayer
+from ..codec.entropy_coding import rescale
 from ..codec.shares import share_of
 from ..codec.spec import CodecSpec
 from ..codec.tensors import of_model
@@ -42,10 +43,12 @@ class CalibratedScheme:
     """A calibration by its folder.
 
     digest: of its contents, so that a folder that was calibrated again is another scheme.
+    bits: bits per value of entropy-coded codes; None is what it was calibrated for.
     """
 
     folder: str
     digest: str
+    bits: float | None = None
 
     @classmethod
     def of(cls, folder: str) -> "CalibratedScheme":
@@ -70,7 +73,14 @@ class CalibratedScheme:
 
     def to_dict(self) -> dict[str, Any]:
         """What identifies it, as plain data."""
-        return {"scheme": self.scheme.to_dict(), "calibration": self.digest}
+        return {"scheme": self.scheme.to_dict(), "calibration": self.digest, "bits": self.bits}
+
+    def storing(self, bits: float | None) -> "CalibratedScheme":
+        """The same with ``bits`` bits per value where codes are entropy coded. Raises `KVPassError` unless they are
+        above 0 and at most 8."""
+        if bits is not None and not (isinstance(bits, (int, float)) and 0 < bits <= 8):
+            raise KVPassError(f"bits={shown(bits)} must be above 0 and at most 8: bits per value of a calibration.")
+        return replace(self, bits=bits)
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """KV heads of a layer, of all ranks, and their channels. Raises `KVPassError` if it has no calibration."""
@@ -87,7 +97,7 @@ class CalibratedScheme:
         self, ranks: int, rank: int, dtype: torch.dtype, device: torch.device = _CPU
     ) -> dict[int, CalibratedLayer]:
         """The tensors of every layer for the heads that process ``rank`` of ``ranks`` has, for tokens of ``dtype``."""
-        found, predictors = {}, self.calibration.predictors
+        found, predictors, finer = {}, self.calibration.predictors, self._finer()
         for index, both in predictors.items():
             total, head_dim = self.heads_of(index)
             heads = heads_of_rank(total, ranks, rank)
@@ -98,8 +108,24 @@ class CalibratedScheme:
                 [x if x.dtype == torch.int32 else x.to(device) for x in one]
                 for one in _tensors_of(specs, both, heads, dtype)
             )
-            found[index] = CalibratedLayer.of(specs, (keys, values))
+            layer = found[index] = CalibratedLayer.of(specs, (keys, values))
+            for side in (layer.key, layer.value):
+                side["steps"] = side["steps"] * finer
         return found
+
+    def _finer(self) -> float:
+        """The factor of all steps for `bits`."""
+        if self.bits is None:
+            return 1.0
+        steps = []
+        for index, both in self.calibration.predictors.items():
+            heads, head_dim = self.heads_of(index)
+            plan = self.plan_of(LayerGeometry(index, 1 + index, heads, head_dim, torch.float32, _CPU))
+            for spec, tensors in zip((plan.key, plan.value), both, strict=True):
+                own = tensors[-len(of_model(spec)) :]
+                steps.append(dict(zip(of_model(spec), own, strict=True))["steps"].double().flatten())
+        flat = torch.cat(steps)
+        return float(rescale(flat, self.bits)[0] / flat[0])
 
     def check_layers(self, shapes: Mapping[int, LayerShape], layers: Mapping[int, CalibratedLayer]) -> None:
         """Raise `KVPassError` unless ``layers`` have the heads of ``shapes``, the layers that a process has."""

@@ -6,6 +6,7 @@ requests that wait for a load, preemption, aborts, hybrid models and metrics. Th
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -37,7 +38,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from ..errors import KVPassError
-from ..prefix_store import ChunkCodec, ChunkFiles, LayerShape
+from ..prefix_store import ChunkCodec, ChunkFiles, EntropyChunkCodec, LayerShape
 from ..prefix_store.chunks import plans_of
 from .calibrated_scheme import CalibratedScheme
 from .engine_blocks import EngineBlocks
@@ -53,14 +54,20 @@ _DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 @dataclass
 class StoreWorkerMetadata(OffloadingWorkerMetadata):
-    """What a worker tells the scheduler after a step. lost: chunks that it could not store or load."""
+    """What a worker tells the scheduler after a step.
+
+    lost: chunks that it could not store or load.
+    grown: by how many bytes chunks in memory are larger than was reserved for them.
+    """
 
     lost: set[bytes] = field(default_factory=set)
+    grown: Counter[bytes] = field(default_factory=Counter)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StoreWorkerMetadata":
         both = super().aggregate(other)
-        lost = self.lost | getattr(other, "lost", set())
-        return StoreWorkerMetadata(both.completed_jobs, both.transfer_stats, lost)
+        lost, grown = self.lost | getattr(other, "lost", set()), Counter(self.grown)
+        grown.update(getattr(other, "grown", {}))
+        return StoreWorkerMetadata(both.completed_jobs, both.transfer_stats, lost, grown)
 
 
 class StoreSpec(OffloadingSpec):
@@ -134,14 +141,17 @@ class KVPassConnector(OffloadingConnector):
             pages += [spec.page_size for plan in plans.values() for spec in (plan.key, plan.value)]
         return self.store.chunk_of([group.kv_cache_spec.block_size for group in groups.values()], pages)
 
-    def _codec(self, group: KVCacheGroupSpec, device: torch.device | str, lowering: str, rank: int) -> ChunkCodec:
+    def _codec(
+        self, group: KVCacheGroupSpec, device: torch.device | str, lowering: str, rank: int
+    ) -> ChunkCodec | EntropyChunkCodec:
         layers, scheme = self._vllm_config.model_config.get_total_num_hidden_layers(), self.store.scheme
-        tokens, shapes, calibrated = group.kv_cache_spec.block_size * self.per, self._shapes(group), None
-        if isinstance(scheme, CalibratedScheme):
-            ranks, dtype = self._vllm_config.parallel_config.tensor_parallel_size, group.kv_cache_spec.dtype
-            calibrated = scheme.layers(ranks, rank, dtype, torch.device(device))
-            scheme.check_layers(shapes, calibrated)
-        return ChunkCodec(scheme, shapes, layers, tokens, device, lowering, calibrated)
+        tokens, shapes = group.kv_cache_spec.block_size * self.per, self._shapes(group)
+        if not isinstance(scheme, CalibratedScheme):
+            return ChunkCodec(scheme, shapes, layers, tokens, device, lowering)
+        ranks, dtype = self._vllm_config.parallel_config.tensor_parallel_size, group.kv_cache_spec.dtype
+        calibrated = scheme.layers(ranks, rank, dtype, torch.device(device))
+        scheme.check_layers(shapes, calibrated)
+        return EntropyChunkCodec(shapes, calibrated, tokens, device)
 
     def _files(self, config: VllmConfig) -> ChunkFiles | None:
         if self.store.path is None:
@@ -217,9 +227,19 @@ class KVPassConnector(OffloadingConnector):
         if found is None or self.connector_worker is None:
             return found
         lost, self._worker.lost = self._worker.lost, set()
-        return StoreWorkerMetadata(found.completed_jobs, found.transfer_stats, lost)
+        grown = Counter(self._worker.take_grown())
+        return StoreWorkerMetadata(found.completed_jobs, found.transfer_stats, lost, grown)
 
     # ------------------------------------------------------------ scheduler
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Leaves the last tokens of a hit to the engine: errors of the newest tokens matter most."""
+        found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        wanted = max(0, (found or 0) - self.store.recompute)
+        if not found or not wanted or not self.scheduler._sliding_window_groups:
+            return (wanted, later and wanted > 0) if found else (found, later)
+        # a shorter hit needs earlier tokens of sliding windows, so they are looked up, too
+        return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens, wanted)
 
     @property
     def _manager(self) -> StoreManager:
@@ -234,7 +254,9 @@ class KVPassConnector(OffloadingConnector):
 
     def update_connector_output(self, connector_output) -> None:
         super().update_connector_output(connector_output)
-        self._manager.forget(getattr(connector_output.kv_connector_worker_meta, "lost", ()))
+        meta = connector_output.kv_connector_worker_meta
+        self._manager.forget(getattr(meta, "lost", ()))
+        self._manager.grow(getattr(meta, "grown", {}))
         for name in connector_output.failed_recving or ():  # what it computes itself is to be stored
             if (status := self.scheduler._req_status.get(name)) is not None:
                 for state in status.group_states:

@@ -28,6 +28,9 @@ class StoreConfig:
     disk_bytes: bytes that the folder may take; None is half of the free space.
     blocks_per_chunk: vLLM's blocks per chunk; None is at least 128 tokens. Hits are whole chunks.
     offload_prompt_only: whether tokens that were generated are left out.
+    recompute: tokens at the end of a hit that the engine computes again, because errors of the newest tokens matter
+        most.
+    bits: bits per value of a calibration's codes, on average; None is what it was calibrated for.
     """
 
     scheme: SchemeConfig | CalibratedScheme
@@ -36,16 +39,20 @@ class StoreConfig:
     disk_bytes: int | None = None
     blocks_per_chunk: int | None = None
     offload_prompt_only: bool = False
+    recompute: int = 64
+    bits: float | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
-        _check_not_negative(cpu_bytes=self.cpu_bytes, disk_bytes=self.disk_bytes)
+        _check_not_negative(cpu_bytes=self.cpu_bytes, disk_bytes=self.disk_bytes, recompute=self.recompute)
         if self.blocks_per_chunk is not None:
             check_integers(self, blocks_per_chunk=1)
         if not self.cpu_bytes and self.path is None:
             raise KVPassError(
                 "The prefix store has no place: set cpu_bytes, path or both in kv_connector_extra_config."
             )
+        if self.bits is not None and not isinstance(self.scheme, CalibratedScheme):
+            raise KVPassError("bits is for calibrations: pass a scheme's own options in a dict with its name.")
         if self.disk_bytes is not None and self.path is None:
             raise KVPassError("disk_bytes limits what is in path: set path, too.")
 
@@ -61,7 +68,7 @@ class StoreConfig:
                 'kv_connector_extra_config needs a scheme: {"scheme": "kivi-4", "cpu_bytes": 4000000000}.'
             )
         if isinstance(scheme, str) and os.path.isdir(os.path.expanduser(scheme)):
-            return cls(**{**extra, "scheme": CalibratedScheme.of(scheme)})
+            return cls(**{**extra, "scheme": CalibratedScheme.of(scheme).storing(extra.get("bits"))})
         return cls(**{**extra, "scheme": schemes.get(scheme)})
 
     def chunk_of(self, tokens_per_block: list[int], page_sizes: list[int]) -> int:

@@ -40,7 +40,8 @@ class ChunkJob(LoadStoreSpec):
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """Tokens per chunk of a cache group, and bytes per chunk of all ranks: of the first of a prompt, and of others."""
+    """Tokens per chunk of a cache group, and expected bytes per chunk of all ranks: of the first of a prompt, and of
+    others."""
 
     tokens: int
     first: int
@@ -132,6 +133,11 @@ class StoreManager(OffloadingManager):
             if (entry := self.index.get(key)) is not None:
                 self._dropped[key] = entry.generation
                 self.index.drop(key)
+
+    def grow(self, sizes: Mapping[bytes, int]) -> None:
+        """By how many bytes chunks turned out larger than was reserved, or smaller."""
+        for key, nbytes in sizes.items():
+            self._dropped |= self.index.grow(key, nbytes)
 
     def reset_cache(self) -> None:
         """Forget everything. Files are not used from now on: weights may have changed, which vLLM does not say."""

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
 from ..errors import KVPassError
-from ..prefix_store import ChunkCodec, ChunkFiles
+from ..prefix_store import ChunkCodec, ChunkFiles, EntropyChunkCodec
 from .engine_blocks import EngineBlocks
 from .store_manager import ChunkJob
 
@@ -33,7 +33,7 @@ _QUIET = 60  # seconds between warnings about a disk
 class Group(NamedTuple):
     """One cache group: how its chunks are stored, the blocks of its layers, and blocks per chunk."""
 
-    codec: ChunkCodec
+    codec: ChunkCodec | EntropyChunkCodec
     layers: list[EngineBlocks]
     per: int
 
@@ -67,6 +67,8 @@ class StoreWorker(OffloadingWorker):
         """Whether the engine has nothing to do but wait for jobs."""
         self.lost: set[bytes] = set()
         """Chunks of finished jobs that could not be stored or loaded."""
+        self.grown: dict[bytes, int] = {}
+        """Chunks that came to memory, and by how many bytes they are larger than expected."""
         self.failed: set[int] = set()
         """Finished loads whose blocks are not all written."""
         self._memory: dict[bytes, tuple[int, dict[str, Tensor]]] = {}
@@ -172,7 +174,7 @@ class StoreWorker(OffloadingWorker):
                 for part, chunk in zip(some, chunks, strict=True):
                     nbytes += sum(x.nbytes for x in chunk.values())
                     written = job.on_disk and self._write(part.key, chunk)
-                    if not self._keep(part.key, chunk, job) and not written:
+                    if not self._keep(part, chunk, group, job) and not written:
                         lost.add(part.key)
         return nbytes, lost
 
@@ -217,16 +219,25 @@ class StoreWorker(OffloadingWorker):
         except KVPassError as error:
             logger.warning("A prefix is computed again: %s", error)
             return None
-        self._keep(part.key, chunk, job)
+        self._keep(part, chunk, group, job)
         return chunk
 
-    def _keep(self, key: bytes, chunk: dict[str, Tensor], job: ChunkJob) -> bool:
+    def _keep(self, part: Part, chunk: dict[str, Tensor], group: Group, job: ChunkJob) -> bool:
         """Keep a chunk in memory, if the scheduler has made room for it."""
+        grown = sum(x.nbytes for x in chunk.values()) - group.codec.nbytes(part.number == 0)
         with self._lock:
-            if key not in job.in_memory or job.generation < self._first_generation:
+            if part.key not in job.in_memory or job.generation < self._first_generation:
                 return False
-            self._memory[key] = job.generation, chunk
+            self._memory[part.key] = job.generation, chunk
+            if grown:
+                self.grown[part.key] = grown
             return True
+
+    def take_grown(self) -> dict[bytes, int]:
+        """`grown`, which is empty afterwards."""
+        with self._lock:
+            grown, self.grown = self.grown, {}
+        return grown
 
     def _write(self, key: bytes, chunk: dict[str, Tensor]) -> bool:
         """Write the file of a chunk; False if that is not possible now."""
