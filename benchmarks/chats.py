@@ -61,15 +61,18 @@ def converse(job: dict) -> None:
 
 def transfer(name: str, nbytes: int) -> dict:
     """The engine argument for what keeps prefixes: nothing (`STOCK`), vLLM's own offloading (`OFFLOADED`, which GPUs
-    alone have), or the scheme of a prefix store; `identity` keeps as many bytes as vLLM's would."""
+    alone have), or the scheme of a prefix store, with "@" and the bits of a calibration; `identity` keeps as many bytes
+    as vLLM's would."""
     if name == STOCK:
         return {}
     config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     extra = {"cpu_bytes_to_use": nbytes, "offload_prompt_only": False, "blocks_per_chunk": 1}
     if name != OFFLOADED:
         config |= {"kv_connector": "KVPassConnector", "kv_connector_module_path": "kvpass.vllm"}
-        scheme = json.loads(name) if name.startswith("{") else name
-        extra = {"scheme": scheme, "cpu_bytes": nbytes}
+        scheme, _, bits = name.partition("@")
+        extra = {"scheme": json.loads(name) if name.startswith("{") else scheme, "cpu_bytes": nbytes}
+        if bits:
+            extra["bits"] = float(bits)
     return {"kv_transfer_config": config | {"kv_connector_extra_config": extra}}
 
 

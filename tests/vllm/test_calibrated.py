@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 import kvpass
-from kvpass.prefix_store import ChunkCodec, LayerShape
+from kvpass.prefix_store import EntropyChunkCodec, LayerShape
 from kvpass.vllm.calibrated_scheme import CalibratedScheme
 
 from engines import additional, started, stored
@@ -86,28 +86,29 @@ def test_a_calibration_of_other_weights_is_refused_at_start(tiny, calibrated, tm
         assert done.returncode and "was calibrated on other weights" in done.stdout + done.stderr
 
 
-def after_a_hit(model, calibrated, prompt, hit, chunk=128) -> torch.Tensor:
-    """Log-probabilities after ``prompt``, of which ``hit`` tokens come from chunks of the store."""
+def after_a_hit(model, calibrated, prompt, hit, chunk=128, recompute=64) -> torch.Tensor:
+    """Log-probabilities after ``prompt``, of which ``hit`` tokens are in chunks of the store, and all but the last
+    ``recompute`` of those are taken from them."""
     cache, scheme, config = DynamicCache(), CalibratedScheme.of(calibrated), model.config
     with torch.inference_mode():
         model(torch.tensor([prompt[:hit]]), past_key_values=cache)
         given = zip(*((layer.keys[0], layer.values[0]) for layer in cache.layers), strict=True)
         shape = LayerShape(config.num_key_value_heads, config.head_dim, torch.float32)
         layers = scheme.layers(1, 0, torch.float32)
-        codec = ChunkCodec(scheme, dict.fromkeys(layers, shape), len(layers), chunk, calibrated=layers)
-        numbers, loaded = range(hit // chunk), DynamicCache()
+        codec = EntropyChunkCodec(dict.fromkeys(layers, shape), layers, chunk)
+        numbers, loaded, kept = range(hit // chunk), DynamicCache(), hit - recompute
         for index, both in enumerate(zip(*codec.dequantize(numbers, codec.quantize(numbers, *given)), strict=True)):
-            loaded.update(*(x.unsqueeze(0) for x in both), index)
-        return model(torch.tensor([prompt[hit:]]), past_key_values=loaded).logits[0, -1].log_softmax(-1)
+            loaded.update(*(x[None, :, :kept] for x in both), index)
+        return model(torch.tensor([prompt[kept:]]), past_key_values=loaded).logits[0, -1].log_softmax(-1)
 
 
-def test_the_store_keeps_chunks_by_calibrated_bits(serve, tiny, calibrated, prompts, tmp_path):
+def test_the_store_keeps_calibrated_chunks(serve, tiny, calibrated, prompts, tmp_path):
     """From memory, and from disk in another process; what follows sees what the codec makes of the prompt."""
     asks = [{"prompts": prompts[:1], "tokens": TOKENS, "reset": True}] * 2
     engine = stored(calibrated, cpu_bytes=1 << 24, path=str(tmp_path))
     first, second = serve(tiny, asks, **engine)["phases"]
     (third,) = serve(tiny, asks[:1], **engine)["phases"]
-    assert [phase["requests"]["0"]["cached"] for phase in (first, second, third)] == [0, 640, 640]
+    assert [phase["requests"]["0"]["cached"] for phase in (first, second, third)] == [0, 576, 576]
     expected = after_a_hit(LlamaForCausalLM.from_pretrained(tiny, dtype=torch.float32), calibrated, prompts[0], 640)
     found = second["requests"]["0"]
     assert found["tokens"][0] == int(expected.argmax()) and abs(found["logprobs"][0] - float(expected.max())) < 1e-2

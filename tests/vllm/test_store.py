@@ -40,24 +40,25 @@ def assert_same(found, expected, tolerance):
 
 def test_prefixes_come_back_from_memory_and_disk(serve, tiny, tmp_path):
     """Exact by identity: from memory, beyond its limit from disk, in another process, after damage, for several
-    requests at once, and after some of them were aborted. Another scheme and dtype see none of it."""
+    requests at once, and after some of them were aborted. Another scheme and dtype see none of it. A hit is all whole
+    chunks, but for the last 64 tokens, which are computed again."""
     chunk = 3 * 4 * 64 * 2 * CHUNK * 4
     extra = dict(cpu_bytes=8 * chunk, path=str(tmp_path))
     phases = [asks(A), asks(A), asks(B), asks(C), asks(A), asks(A, A[:600] + B[:300], B)]
     phases += [asks(A, C, abort={0: 1, 1: 3}), asks(A, C)]
     found = serve(tiny, phases, **stored("identity", **extra))["phases"]
-    assert cached(found[0]) == [0] and cached(found[1]) == [896], [cached(one) for one in found]
-    assert cached(found[4]) == [896]  # B and C filled the memory
-    assert cached(found[5])[0] == 896 and cached(found[5])[1] >= 512 and cached(found[5])[2] == 640
-    assert cached(found[7]) == [896, 640]
+    assert cached(found[0]) == [0] and cached(found[1]) == [832], [cached(one) for one in found]
+    assert cached(found[4]) == [832]  # B and C filled the memory
+    assert cached(found[5])[0] == 832 and cached(found[5])[1] >= 448 and cached(found[5])[2] == 576
+    assert cached(found[7]) == [832, 576]
     for phase in (1, 4):
         assert_same(found[phase], found[0], 1e-5)
     again = serve(tiny, [asks(A), asks(B), asks(A), asks(C, damage=str(tmp_path)), asks(C)],
                   **stored("identity", **extra))["phases"]  # fmt: skip
-    assert [cached(one) for one in again] == [[896], [640], [896], [0], [640]]
+    assert [cached(one) for one in again] == [[832], [576], [832], [0], [576]]
     for phase, expected in zip(again, (found[0], found[2], found[0], found[3], found[3]), strict=True):
         assert_same(phase, expected, 1e-5)
-    other = serve(tiny, [asks(A), asks(A)], **stored("kivi-8", **extra))["phases"]
+    other = serve(tiny, [asks(A), asks(A)], **stored("kivi-8", recompute=0, **extra))["phases"]
     assert [cached(one) for one in other] == [[0], [896]]
     assert_same(other[0], found[0], 1e-4)
     first = [one["requests"]["0"] for one in other]
@@ -69,7 +70,7 @@ def test_ranks_keep_their_own_heads(serve, tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     extra = dict(cpu_bytes=1 << 22, path=str(tmp_path))  # less than A takes
     found = serve(tiny, [asks(A), asks(A)], tensor_parallel_size=2, **stored("identity", **extra))["phases"]
-    assert [cached(one) for one in found] == [[0], [896]]
+    assert [cached(one) for one in found] == [[0], [832]]
     assert_same(found[1], found[0], 1e-4)
     assert {path.suffixes[0] for path in tmp_path.rglob("*.safetensors")} == {".0", ".1"}
 
@@ -118,6 +119,15 @@ def test_the_manager_keeps_to_its_limit(keys):
     assert [manager.lookup(key, some) for key in keys[2:4]] == [LookupResult.HIT, LookupResult.MISS]
     manager.touch(keys[:3], some)
     assert manager.prepare_store(keys[3:5], some).evicted_keys == keys[2:0:-1]
+
+
+def test_chunks_larger_than_expected_push_others_out_in_all_workers(keys):
+    manager, some = StoreManager(40, None, {0: GroupSizes(CHUNK, 20, 10)}, 1), context("a", keys)
+    manager.prepare_store(keys[:3], some)
+    manager.complete_store(keys[:3], some)
+    manager.grow({keys[2]: 5})
+    assert manager.lookup(keys[0], some) == LookupResult.MISS and manager.index.nbytes == 25
+    assert list(manager.prepare_load(keys[1:3], some).dropped) == [keys[0]]
 
 
 def test_chunks_being_loaded_are_not_dropped(keys):
