@@ -4,7 +4,7 @@
 
 A prompt is read by transformers. Its keys and values are quantized in chunks and dequantized. As after a hit, the last
 tokens of the prompt are computed again from them, and the tokens that follow are scored. Times are those of the
-processor, of one thread.
+processor, of one thread. Bits are those of a 16-bit cache, also if the model runs in float32.
 """
 
 import argparse
@@ -45,6 +45,11 @@ def codec_for(
     return ChunkCodec(scheme, shapes, len(shapes), tokens)
 
 
+def nbytes_of_16_bits(x: torch.Tensor) -> int:
+    """Bytes of a chunk's tensor if the cache has 16-bit tokens."""
+    return 2 * x.numel() if x.is_floating_point() else x.nbytes
+
+
 def timed(function, *arguments, **more):
     start = time.process_time()
     return function(*arguments, **more), time.process_time() - start
@@ -77,8 +82,8 @@ def main(arguments: argparse.Namespace) -> None:
     shapes = {index: LayerShape(heads, head_dim, dtype) for index in range(len(read[0]))}
     expected = [scored(model, cache, ids, arguments.new) for cache, ids in zip(read, prompts, strict=True)]
     print(f"{arguments.tokens} tokens in {arguments.dtype}, read in {prompt_time:.2f} s")
-    print("| scheme | x fewer bytes | quantized in | of the prompt | dequantized in | KL | same token |")
-    print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
+    print("| scheme | bits per value | than 16 bits | quantized in | of the prompt | dequantized in | KL | same token |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|", flush=True)
     for name in arguments.schemes:
         codec = codec_for(asked(name), shapes, arguments.chunk)
         codec.warm()
@@ -89,14 +94,14 @@ def main(arguments: argparse.Namespace) -> None:
             spent[0] += took / len(prompts)
             found, took = timed(codec.dequantize, numbers, chunks)
             spent[1] += took / len(prompts)
-            size += sum(x.nbytes for chunk in chunks for x in chunk.values()) / len(prompts)
+            size += sum(nbytes_of_16_bits(x) for chunk in chunks for x in chunk.values()) / len(prompts)
             cache = [(k[:, :kept], v[:, :kept]) for k, v in zip(*found, strict=True)]
             logits = scored(model, cache, ids, arguments.new)
             kl += float((right.exp() * (right - logits)).sum(-1).mean()) / len(prompts)
             same += float((right.argmax(-1) == logits.argmax(-1)).float().mean()) / len(prompts)
-        fewer = codec.full_nbytes * len(chunks) / size
+        bits = 8 * size * dtype.itemsize / (codec.full_nbytes * len(chunks))
         print(
-            f"| `{name}` | {fewer:.2f} | {spent[0]:.2f} s | {spent[0] / prompt_time:.0%} | {spent[1]:.2f} s | {kl:.4f} "
+            f"| `{name}` | {bits:.2f} | {16 / bits:.2f} x | {spent[0]:.2f} s | {spent[0] / prompt_time:.0%} | {spent[1]:.2f} s | {kl:.4f} "
             f"| {same:.0%} |",
             flush=True,
         )

@@ -153,6 +153,11 @@ def names() -> list[str]:
     return sorted(_TABLE["quantize"].keys() & _TABLE["attend"].keys())
 
 
+def lowerings(op: str) -> list[str]:
+    """Names of lowerings that implement ``op``, besides the reference."""
+    return sorted({row.lowering for row in _TABLE.get(op, {}).values()} - {"reference"})
+
+
 def attention_key(
     q: Tensor, ring: Tensor, k_new: Tensor, specs: Sequence[str], queries: int, used: tuple[str, ...]
 ) -> DispatchKey:

@@ -12,7 +12,7 @@ from kvpass.codec.bitpack import unpack
 from kvpass.codec.page_rope import PageTables, from_page_rope, mean_in_page, to_page_rope
 from kvpass.prefix_store import EntropyChunkCodec, LayerShape
 from kvpass.vllm.calibrated_scheme import CalibratedScheme, heads_of_rank
-from kvpass.vllm.serving_config import Served, ServedCalibration, scheme_asked
+from kvpass.vllm.serving_config import Served, ServedCalibration, options_asked
 from kvpass.vllm.store_config import StoreConfig
 
 from tiny import llama, tokens
@@ -44,10 +44,11 @@ def scheme(folder):
 
 
 def test_a_folder_is_a_scheme(folder, scheme):
-    assert scheme_asked({"kvpass": folder}, {}) == scheme_asked({}, {"KVPASS_SCHEME": folder}) == scheme
+    asked = [options_asked({"kvpass": folder}, {}), options_asked({}, {"KVPASS_SCHEME": folder})]
+    assert [one.scheme for one in asked] == [scheme, scheme]
     assert StoreConfig.of({"scheme": folder, "cpu_bytes": 1}).scheme == scheme
     with pytest.raises(KVPassError, match=r"leave out \['bits'\]"):
-        scheme_asked({"kvpass": {"scheme": folder, "bits": 4}}, {})
+        options_asked({"kvpass": {"scheme": folder, "bits": 4}}, {})
 
 
 def test_other_calibrations_are_refused(model, tmp_path):

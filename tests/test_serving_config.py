@@ -9,7 +9,7 @@ from kvpass import KVPassError, schemes
 from kvpass.codec import CODECS
 from kvpass.codec.pages import Affine
 from kvpass.schemes import KIVIConfig, LayerGeometry
-from kvpass.vllm.serving_config import NEWEST, Served, SlidingBlock, check_version, refusal, scheme_asked
+from kvpass.vllm.serving_config import NEWEST, Options, Served, SlidingBlock, check_version, options_asked, refusal
 
 
 def served(scheme, layers=30, head_dim=64, dtype=torch.float32, **fields):
@@ -30,18 +30,30 @@ def served(scheme, layers=30, head_dim=64, dtype=torch.float32, **fields):
     ],
 )
 def test_a_scheme_is_requested_in_one_of_two_ways(additional, variable, expected):
-    assert scheme_asked(additional, {"KVPASS_SCHEME": variable}) == expected
+    found = options_asked(additional, {"KVPASS_SCHEME": variable})
+    assert found == (None if expected is None else Options(expected))
+
+
+def test_options_beside_the_scheme_are_not_its_own():
+    asked = {"scheme": "kivi", "bits": 4, "lowering": "cpp", "untested_platform": True}
+    assert options_asked({"kvpass": asked}, {}) == Options(KIVIConfig(bits=4), "cpp", True)
+    for wrong, says in (
+        ({"lowering": "fast"}, "must be 'auto' or one of"),
+        ({"untested_platform": 1}, "True or False"),
+    ):
+        with pytest.raises(KVPassError, match=says):
+            options_asked({"kvpass": {"scheme": "kivi", **wrong}}, {})
 
 
 @pytest.mark.parametrize("asked", ["no such scheme", 3, ["kivi"], {"bits": 2}, {"scheme": "kivi", "wits": 2}, "{kivi"])
 def test_unknown_schemes_are_refused(asked):
     with pytest.raises(KVPassError):
-        scheme_asked({"kvpass": asked}, {})
+        options_asked({"kvpass": asked}, {})
 
 
 def test_a_folder_without_a_calibration_is_refused(tmp_path):
     with pytest.raises(KVPassError, match="holds no calibration"):
-        scheme_asked({"kvpass": str(tmp_path)}, {})
+        options_asked({"kvpass": str(tmp_path)}, {})
 
 
 SERVED = {
@@ -101,7 +113,7 @@ def test_layers_that_differ_are_refused():
         served("kivi", layers=6, skip_layers=(1, 1))
     assert served("asymkv").plan and served("asymkv-lsq").plan  # all their layers are alike
     with pytest.raises(KVPassError, match="a list of 2 integers, not 1"):
-        scheme_asked({"kvpass": {"scheme": "kivi", "skip_layers": 1}}, {})
+        options_asked({"kvpass": {"scheme": "kivi", "skip_layers": 1}}, {})
 
 
 def test_blocks_hold_whole_pages_and_windows_divide_them():

@@ -9,7 +9,7 @@ accumulates, so that memory does not grow with contexts.
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..codec.calibrated_layer import CalibratedLayer
 from ..codec.center import fit_centers
 from ..codec.spec import CodecSpec
 from ..lowering.page_codecs import Codecs
-from ..lowering.table import DispatchKey, implements, select
+from ..lowering.table import AUTO, DispatchKey, implements, lowerings, select
 from . import flash_attention, single_query_calibrated, single_query_cpp, single_query_inductor
 from .batch import Batch, BlockTable, Due, Tiles, pages_of
 from .block_layout import Blocks
@@ -104,10 +104,19 @@ class Layer(NamedTuple):
         return values.to(self.window.dtype)  # as a cache dequantizes them
 
 
-def with_kernel(layer: Layer) -> Layer:
-    """``layer`` with what attends to single tokens of requests, and with what stores tokens."""
-    kernel, storing = (select(layer.dispatch(*op)).run(layer) for op in (("paged_attend_one", 1), ("paged_store", 0)))
-    return layer._replace(kernel=kernel, storing=storing)
+def lowerings_of_blocks() -> list[str]:
+    """The lowerings that `with_kernel` takes besides "auto"."""
+    return lowerings("paged_attend_one")
+
+
+def with_kernel(layer: Layer, lowering: str = AUTO) -> Layer:
+    """``layer`` with what attends to single tokens of requests, and with what stores tokens. ``lowering`` selects those
+    that it implements. Raises `KVPassError` if it cannot serve ``layer``."""
+
+    def chosen(op: str, queries: int) -> Any:
+        return select(layer.dispatch(op, queries), lowering if lowering in lowerings(op) else AUTO).run(layer)
+
+    return layer._replace(kernel=chosen("paged_attend_one", 1), storing=chosen("paged_store", 0))
 
 
 def warm(layer: Layer, q_heads: int) -> None:

@@ -42,14 +42,14 @@ from ..paged.batch import BlockTable
 from ..schemes import SchemeConfig
 from .calibrated_scheme import CalibratedScheme
 from .engine_metadata import PackedMetadata, WindowBuilder, check
-from .serving_config import Served, ServedCalibration, SlidingBlock, check_version, scheme_asked
+from .serving_config import Options, Served, ServedCalibration, SlidingBlock, check_version, options_asked
 from .store_config import folder_of
 
 logger = init_logger("vllm.kvpass")  # vLLM configures its own loggers alone
 
 _TAKEN = "CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
 """Backends that platforms choose for decoder layers."""
-_SERVED = "CPU_ATTN"
+_TESTED = "CPU_ATTN"
 _WINDOW = "kvpass.window"
 
 
@@ -64,40 +64,46 @@ def __getattr__(name: str) -> type[AttentionBackend]:
     if name not in _TAKEN:
         raise AttributeError(name)
     own = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
-    scheme = _scheme_of(get_current_vllm_config())
-    if scheme is not None and name != _SERVED:
-        raise KVPassError(f"kvpass supports only vLLM's CPU platform so far, but this process chose {name}.")
-    return _backend(own, scheme)
+    options = _options_of(get_current_vllm_config())
+    if options is not None and name != _TESTED:
+        if not options.untested_platform:
+            raise KVPassError(
+                f"kvpass was tested on vLLM's CPU platform alone, and this process chose {name}. To try it all the "
+                'same, set {"kvpass": {..., "untested_platform": true}} and compare answers with those of vLLM alone.'
+            )
+        logger.warning_once("kvpass was never run in place of %s: compare answers with those of vLLM alone.", name)
+    return _backend(own, options)
 
 
-def _scheme_of(config: VllmConfig) -> SchemeConfig | CalibratedScheme | None:
-    scheme = scheme_asked(config.additional_config)
-    if scheme is not None:
+def _options_of(config: VllmConfig) -> Options | None:
+    options = options_asked(config.additional_config)
+    if options is not None:
         check_version(vllm.__version__)
-    return scheme
+    return options
 
 
 @cache
-def _backend(own: type[AttentionBackend], scheme: SchemeConfig | CalibratedScheme | None) -> type[AttentionBackend]:
-    """The backend for a process whose engines ask for ``scheme``, in place of vLLM's ``own``. vLLM caches it for the
+def _backend(own: type[AttentionBackend], options: Options | None) -> type[AttentionBackend]:
+    """The backend for a process whose engines ask for ``options``, in place of vLLM's ``own``. vLLM caches it for the
     process."""
 
-    def same_scheme() -> None:
+    def same_options() -> None:
         config = get_current_vllm_config_or_none()
-        if config is not None and _scheme_of(config) != scheme:
+        if config is not None and _options_of(config) != options:
             raise KVPassError(
-                f"Another engine in this process uses {scheme}, but this one asks for {_scheme_of(config)}: vLLM keeps "
-                "the first. Use one process per scheme."
+                f"Another engine in this process uses {options}, but this one asks for {_options_of(config)}: vLLM "
+                "keeps the first. Use one process for each."
             )
 
     class Untouched(own):  # type: ignore[misc, valid-type]
         @staticmethod
         def get_impl_cls():
-            same_scheme()
+            same_options()
             return own.get_impl_cls()
 
-    if scheme is None:
+    if options is None:
         return Untouched
+    PackedAttention.own = own
 
     class Packed(own):  # type: ignore[misc, valid-type]
         """Full attention over pages; all other layers keep vLLM's own backend."""
@@ -107,7 +113,7 @@ def _backend(own: type[AttentionBackend], scheme: SchemeConfig | CalibratedSchem
 
         @staticmethod
         def get_impl_cls():
-            same_scheme()
+            same_options()
             return PackedAttention
 
         @staticmethod
@@ -139,7 +145,7 @@ class WindowBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return _SERVED
+        return PackedAttention.own.get_name()
 
     @staticmethod
     def get_impl_cls():
@@ -198,9 +204,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
 
     def __new__(cls, kv_cache_spec, layer_names, vllm_config, device):
         if getattr(kv_cache_spec, "state_content_bytes", None) is None:
-            return _own(AttentionBackendEnum[_SERVED]).get_builder_cls()(
-                kv_cache_spec, layer_names, vllm_config, device
-            )
+            return PackedAttention.own.get_builder_cls()(kv_cache_spec, layer_names, vllm_config, device)
         return super().__new__(cls)
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
@@ -216,13 +220,11 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
         return PackedMetadata(start, past, total, pages, self.layout.lead, common.max_query_len)
 
 
-def _own(backend: AttentionBackendEnum) -> Any:
-    return resolve_obj_by_qualname(backend.value)
-
-
 class PackedAttention(AttentionImpl):
     """Attention of one layer over pages and exact tokens."""
 
+    own: ClassVar[Any]
+    """The backend that the platform chose, for all other layers."""
     served: ClassVar[dict[tuple[int, int], Served | ServedCalibration]] = {}
     """The served scheme by heads and head_dim, for this process."""
     sizes: ClassVar[dict[tuple[int, int], int]] = {}
@@ -233,7 +235,7 @@ class PackedAttention(AttentionImpl):
     def __new__(cls, *args, **kwargs):
         kind = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
         if kind.get("sliding_window") is not None or kind.get("attn_type", "decoder") != AttentionType.DECODER:
-            return _own(AttentionBackendEnum[_SERVED]).get_impl_cls()(*args, **kwargs)
+            return cls.own.get_impl_cls()(*args, **kwargs)
         return super().__new__(cls)
 
     def __init__(
@@ -262,7 +264,9 @@ class PackedAttention(AttentionImpl):
         PackedAttention.config = config
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.softcap = num_kv_heads or num_heads, logits_soft_cap or 0.0
-        self.served_as = _served(config, self.num_kv_heads, head_size)
+        options = _options_of(config)
+        assert options is not None, "this class is that of a process with a scheme"
+        self.lowering, self.served_as = options.lowering, _served(config, options.scheme, self.num_kv_heads, head_size)
         windows = [one for one in config.compilation_config.static_forward_context.values() if isinstance(one, Window)]
         if isinstance(self.served_as, ServedCalibration) and windows:
             (self.window,) = windows
@@ -307,7 +311,7 @@ class PackedAttention(AttentionImpl):
             views, specs = layout.views(kv_cache), (layout.key, layout.value)
         key, value = (codecs_for(spec, kv_cache.device, self.head_size) for spec in specs)
         layer = paged_attention.Layer(views, window, *specs, (key, value), self.scale, self.softcap, calibrated)
-        return paged_attention.with_kernel(layer)
+        return paged_attention.with_kernel(layer, self.lowering)
 
     def warm(self) -> None:
         """Compile everything that runs over blocks, using two blocks with the strides of vLLM's real ones."""
@@ -327,19 +331,20 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 
-def _served(config: VllmConfig, heads: int, head_dim: int) -> Served | ServedCalibration:
+def _served(
+    config: VllmConfig, scheme: SchemeConfig | CalibratedScheme, heads: int, head_dim: int
+) -> Served | ServedCalibration:
     """The served scheme for the heads of a rank."""
-    scheme, model = _scheme_of(config), config.model_config
-    assert scheme is not None, "this class is that of a process with a scheme"
-    found = PackedAttention.served.get((heads, head_dim))
-    if found is None and isinstance(scheme, CalibratedScheme):
+    model, found = config.model_config, PackedAttention.served.get((heads, head_dim))
+    if found is not None:
+        return found
+    if isinstance(scheme, CalibratedScheme):
         parallel = config.parallel_config
         scheme.check_model(model.hf_config, folder_of(model.model, model.revision))
         ranks = parallel.tensor_parallel_size
         found = ServedCalibration(scheme, heads, head_dim, model.dtype, ranks, parallel.rank % ranks)
-    elif found is None and isinstance(scheme, SchemeConfig):
+    else:
         found = Served(scheme, model.get_total_num_hidden_layers(), heads, head_dim, model.dtype)
-    assert found is not None, "a scheme is of one of both kinds"
     PackedAttention.served[heads, head_dim] = found
     return found
 

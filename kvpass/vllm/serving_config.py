@@ -19,9 +19,11 @@ from ..codec.calibrated_layer import CalibratedLayer
 from ..codec.spec import CodecSpec
 from ..codec.tensors import of_model
 from ..errors import KVPassError
-from ..fields import shown
+from ..fields import check_types, shown
+from ..lowering.table import AUTO
 from ..paged.block_layout import BlockLayout
 from ..paged.model_layout import ModelLayout
+from ..paged.paged_attention import lowerings_of_blocks
 from ..prefix_store.chunks import LayerShape
 from ..schemes import CalibratedWaterfillConfig, LayerGeometry, LayerPlan, SchemeConfig
 from .calibrated_scheme import CALIBRATE, CalibratedScheme
@@ -49,11 +51,28 @@ def check_version(version: str) -> None:
         )
 
 
-def scheme_asked(
-    additional: Any, environment: Mapping[str, str] = os.environ
-) -> SchemeConfig | CalibratedScheme | None:
-    """The scheme, or the folder of a calibration, that ``additional_config`` or the environment sets, or None. Raises
-    `KVPassError` if it is neither."""
+@dataclass(frozen=True)
+class Options:
+    """What a user sets under `KEY`.
+
+    scheme: with its fields, or a calibration.
+    lowering: the kernels over blocks, as in `kvpass.apply`: "auto", or a name for those ops that have it.
+    untested_platform: whether to start where kvpass was never run, such as GPUs.
+    """
+
+    scheme: SchemeConfig | CalibratedScheme
+    lowering: str = AUTO
+    untested_platform: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.lowering != AUTO and self.lowering not in (known := lowerings_of_blocks()):
+            raise KVPassError(f"lowering={self.lowering!r} must be 'auto' or one of {known}.")
+
+
+def options_asked(additional: Any, environment: Mapping[str, str] = os.environ) -> Options | None:
+    """The options that ``additional_config`` or the environment sets, or None. Raises `KVPassError` for anything but a
+    scheme, or the folder of a calibration, and options."""
     found = additional.get(KEY) if isinstance(additional, Mapping) else None
     if found is None:
         text = environment.get(VARIABLE, "").strip()
@@ -64,6 +83,11 @@ def scheme_asked(
         found = {"scheme": found}
     if not isinstance(found, dict) or "scheme" not in found:
         raise KVPassError(f'{KEY} takes a scheme and its fields, {{"scheme": "kivi", "bits": 4}}, not {shown(found)}.')
+    more = {key: found[key] for key in ("lowering", "untested_platform") if key in found}
+    return Options(_scheme({key: value for key, value in found.items() if key not in more}), **more)
+
+
+def _scheme(found: dict[str, Any]) -> SchemeConfig | CalibratedScheme:
     if isinstance(found["scheme"], str) and os.path.isdir(os.path.expanduser(found["scheme"])):
         if others := sorted(set(found) - {"scheme"}):
             raise KVPassError(f"{found['scheme']} is a calibration, whose fields are fixed: leave out {others}.")

@@ -20,12 +20,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def serve():
-    """``serve(model, phases, scheme, **engine)`` returns the output of `job.py`."""
+    """``serve(model, phases, scheme, **engine)`` returns the output of `job.py`. interpreted: run Triton's kernels in its
+    interpreter."""
 
-    def run(model, phases, scheme=None, inspect=False, **engine):
+    def run(model, phases, scheme=None, inspect=False, interpreted=False, **engine):
         if scheme is not None:
             engine |= additional(scheme)
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if inspect else {}
+        environment |= {"TRITON_INTERPRET": "1"} if interpreted else {}
         job = dict(model=str(model), phases=phases, inspect=inspect, engine=engine)
         done = started(job, **environment)
         for line in done.stdout.splitlines():

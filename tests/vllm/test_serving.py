@@ -132,6 +132,27 @@ def test_two_ranks_serve_as_one_does(serve, tiny, monkeypatch):
             assert same and difference.abs().median() <= 1e-2, (number, same, difference)
 
 
+@pytest.mark.parametrize("scheme", ["kivi-sinks", "kivi-4"])
+def test_triton_kernels_serve_what_others_do(serve, tiny, scheme):
+    """In Triton's interpreter: kernels for GPUs store tokens and attend to single ones, in batches that change from step
+    to step, with prompts in chunks, requests that are preempted, and prefix hits."""
+    shared = random_requests(9, 1, 1)[0] * 150
+    prompts = [*random_requests(10, 3, 150), shared + [7], shared + [8]]
+    phases = [{"prompts": prompts, "tokens": 30}, {"prompts": prompts[3:], "tokens": 10}]
+    small = dict(max_num_batched_tokens=96, max_model_len=256, kv_cache_memory_bytes=2 << 20, inspect=True)
+    expected = serve(tiny, phases, scheme, **small)["phases"]
+    found = serve(tiny, phases, {"scheme": scheme, "lowering": "triton"}, interpreted=True, **small)["phases"]
+    assert found[0]["preempted"] == expected[0]["preempted"] > 0
+    assert all(one["cached"] for one in found[1]["requests"].values())
+    for one, other in zip(found, expected, strict=True):
+        for number, right in other["requests"].items():
+            ours, tokens = one["requests"][number], right["tokens"]
+            pairs = enumerate(zip(ours["tokens"], tokens, strict=True))
+            same = next((i for i, (a, b) in pairs if a != b), len(tokens))
+            difference = torch.tensor(ours["logprobs"][:same]) - torch.tensor(right["logprobs"][:same])
+            assert same and difference.abs().median() <= 1e-3, (number, same, difference)
+
+
 @pytest.mark.parametrize(
     ("scheme", "engine", "reason"),
     [
@@ -140,6 +161,7 @@ def test_two_ranks_serve_as_one_does(serve, tiny, monkeypatch):
         ("kivi", {"block_size": 48}, "use a multiple of 32"),
         ("kivi", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ("A FOLDER", {}, "holds no calibration"),
+        ({"scheme": "kivi", "lowering": "triton"}, {}, "Triton kernels run on CUDA devices"),
     ],
 )
 def test_what_cannot_be_served_is_said_at_start(tiny, tmp_path, scheme, engine, reason):
