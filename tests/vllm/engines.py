@@ -15,8 +15,8 @@ HERE = Path(__file__).parent
 
 
 def started(job: dict, **environment: str) -> subprocess.CompletedProcess:
-    """The result of a process with its own engine (`job.py`), with Triton's interpreter only if ``environment`` asks for
-    it."""
+    """The result of a process with its own engine (`job.py`). Triton's interpreter is on only if ``environment`` says
+    so."""
     command = [sys.executable, str(HERE / "job.py")]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, env={**kept, **environment})

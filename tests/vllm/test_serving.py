@@ -134,10 +134,10 @@ def test_two_ranks_serve_as_one_does(serve, tiny, monkeypatch):
 
 @pytest.mark.parametrize("scheme", ["kivi-sinks", "kivi-4"])
 def test_triton_kernels_serve_what_others_do(serve, tiny, scheme):
-    """In Triton's interpreter: kernels for GPUs store tokens and attend to single ones, in batches that change from step
-    to step, with prompts in chunks, requests that are preempted, and prefix hits."""
+    """In Triton's interpreter: kernels for GPUs store tokens and attend to single ones, in batches that change from
+    step to step, with prompts in chunks, requests that are preempted, and prefix hits."""
     shared = random_requests(9, 1, 1)[0] * 150
-    prompts = [*random_requests(10, 3, 150), shared + [7], shared + [8]]
+    prompts = [*random_requests(10, 3, 150), [*shared, 7], [*shared, 8]]
     phases = [{"prompts": prompts, "tokens": 30}, {"prompts": prompts[3:], "tokens": 10}]
     small = dict(max_num_batched_tokens=96, max_model_len=256, kv_cache_memory_bytes=2 << 20, inspect=True)
     expected = serve(tiny, phases, scheme, **small)["phases"]
