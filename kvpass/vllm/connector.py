@@ -233,13 +233,17 @@ class KVPassConnector(OffloadingConnector):
     # ------------------------------------------------------------ scheduler
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Leaves the last tokens of a hit to the engine: errors of the newest tokens matter most."""
+        """Leaves the last tokens of a hit to the engine: errors of the newest tokens matter most. A shorter hit needs
+        earlier tokens of sliding windows; if they are not stored, the hit stays as it is."""
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        wanted = max(0, (found or 0) - self.store.recompute)
-        if not found or not wanted or not self.scheduler._sliding_window_groups:
-            return (wanted, later and wanted > 0) if found else (found, later)
-        # a shorter hit needs earlier tokens of sliding windows, so they are looked up, too
-        return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens, wanted)
+        if not found or not self.store.recompute:
+            return found, later
+        wanted = max(0, found - self.store.recompute)
+        if wanted and self.scheduler._sliding_window_groups:
+            # vLLM leaves out one token more
+            again, _ = self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens, wanted + 1)
+            wanted = wanted if again == wanted else found
+        return wanted, wanted > 0
 
     @property
     def _manager(self) -> StoreManager:

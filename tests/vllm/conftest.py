@@ -20,8 +20,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def serve():
-    """``serve(model, phases, scheme, **engine)`` returns the output of `job.py`. interpreted: Triton's kernels run in its
-    interpreter."""
+    """``serve(model, phases, scheme, **engine)`` returns the output of `job.py`. interpreted: whether Triton's kernels
+    run in its interpreter."""
 
     def run(model, phases, scheme=None, inspect=False, interpreted=False, **engine):
         if scheme is not None:
