@@ -149,10 +149,13 @@ def test_triton_kernels_serve_what_others_do(serve, tmp_path):
     LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path)
     prompts = random_requests(10, 1, 50) + random_requests(11, 2, 150)
     phases = [{"prompts": prompts, "tokens": 12}, {"prompts": [[*prompts[-1], 7]], "tokens": 4}]
-    small = dict(max_num_batched_tokens=96, max_model_len=256, inspect=True, block_size=64)
+    small = dict(
+        max_num_batched_tokens=96, max_model_len=136, block_size=64, kv_cache_memory_bytes=144 << 10, inspect=True
+    )
     expected = serve(tmp_path, phases, "kivi-sinks", **small)["phases"]
     asked = {"scheme": "kivi-sinks", "lowering": "triton"}
     found = serve(tmp_path, phases, asked, interpreted=True, **small)["phases"]
+    assert found[0]["preempted"] and found[1]["requests"]["0"]["cached"]
     for one, other in zip(found, expected, strict=True):
         for number, right in other["requests"].items():
             ours, tokens = one["requests"][number], right["tokens"]
