@@ -99,11 +99,7 @@ class CalibratedScheme:
         """The tensors of every layer for the heads that process ``rank`` of ``ranks`` has, for tokens of ``dtype``."""
         found, predictors, finer = {}, self.calibration.predictors, self._finer()
         for index, both in predictors.items():
-            total, head_dim = self.heads_of(index)
-            heads = heads_of_rank(total, ranks, rank)
-            geometry = LayerGeometry(index, len(predictors), total, head_dim, dtype, torch.device("cpu"))
-            plan = self.plan_of(geometry)
-            specs = plan.key, plan.value
+            heads, specs = heads_of_rank(self.heads_of(index)[0], ranks, rank), self._specs(index, dtype)
             keys, values = (  # shares are read on the host
                 [x if x.dtype == torch.int32 else x.to(device) for x in one]
                 for one in _tensors_of(specs, both, heads, dtype)
@@ -117,15 +113,17 @@ class CalibratedScheme:
         """The factor of all steps for `bits`."""
         if self.bits is None:
             return 1.0
-        steps = []
-        for index, both in self.calibration.predictors.items():
-            heads, head_dim = self.heads_of(index)
-            plan = self.plan_of(LayerGeometry(index, 1 + index, heads, head_dim, torch.float32, _CPU))
-            for spec, tensors in zip((plan.key, plan.value), both, strict=True):
-                own = tensors[-len(of_model(spec)) :]
-                steps.append(dict(zip(of_model(spec), own, strict=True))["steps"].double().flatten())
-        flat = torch.cat(steps)
-        return float(rescale(flat, self.bits)[0] / flat[0])
+        steps = torch.cat([
+            _by_name(spec, tensors)[1]["steps"].double().flatten()
+            for index, both in self.calibration.predictors.items()
+            for spec, tensors in zip(self._specs(index, torch.float32), both, strict=True)
+        ])  # fmt: skip
+        return float(rescale(steps, self.bits)[0] / steps[0])
+
+    def _specs(self, index: int, dtype: torch.dtype) -> tuple[CodecSpec, CodecSpec]:
+        """How the keys and the values of a layer are stored."""
+        plan = self.plan_of(LayerGeometry(index, len(self.calibration.predictors), *self.heads_of(index), dtype, _CPU))
+        return plan.key, plan.value
 
     def check_layers(self, shapes: Mapping[int, LayerShape], layers: Mapping[int, CalibratedLayer]) -> None:
         """Raise `KVPassError` unless ``layers`` have the heads of ``shapes``, the layers that a process has."""
@@ -178,13 +176,17 @@ def heads_of_rank(total: int, ranks: int, rank: int) -> slice:
     return slice(rank // repeats * each, (rank // repeats + 1) * each)
 
 
+def _by_name(spec: CodecSpec, tensors: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The rotation angles of keys, if they have them, and the other tensors of a side by name."""
+    angles = tensors[:1] if spec.transform.numbered else []
+    return angles, dict(zip(of_model(spec), tensors[len(angles) :], strict=True))
+
+
 def _tensors_of(specs: tuple[CodecSpec, CodecSpec], both: Tensors, heads: slice, dtype: torch.dtype) -> Tensors:
     found: Tensors = ([], [])
     for spec, tensors, into in zip(specs, both, found, strict=True):
-        rest = list(tensors)
-        if spec.transform.numbered:
-            into.append(rest.pop(0))
-        named = dict(zip(of_model(spec), rest, strict=True))
+        angles, named = _by_name(spec, tensors)
+        into += angles
         widths = named["widths"][:, heads].contiguous()
         for name, tensor in named.items():
             own = share_of(widths[0]) if name == "share" else tensor[:, heads].contiguous()
