@@ -82,7 +82,7 @@ def main(arguments: argparse.Namespace) -> None:
     shapes = {index: LayerShape(heads, head_dim, dtype) for index in range(len(read[0]))}
     expected = [scored(model, cache, ids, arguments.new) for cache, ids in zip(read, prompts, strict=True)]
     print(f"{arguments.tokens} tokens in {arguments.dtype}, read in {prompt_time:.2f} s")
-    print("| scheme | bits per value | than 16 bits | quantized in | of the prompt | dequantized in | KL | same token |")
+    print("| scheme | bits per value | fewer bytes | quantized in | of the prompt | dequantized in | KL | same token |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|", flush=True)
     for name in arguments.schemes:
         codec = codec_for(asked(name), shapes, arguments.chunk)
@@ -101,8 +101,8 @@ def main(arguments: argparse.Namespace) -> None:
             same += float((right.argmax(-1) == logits.argmax(-1)).float().mean()) / len(prompts)
         bits = 8 * size * dtype.itemsize / (codec.full_nbytes * len(chunks))
         print(
-            f"| `{name}` | {bits:.2f} | {16 / bits:.2f} x | {spent[0]:.2f} s | {spent[0] / prompt_time:.0%} | {spent[1]:.2f} s | {kl:.4f} "
-            f"| {same:.0%} |",
+            f"| `{name}` | {bits:.2f} | {16 / bits:.2f} x | {spent[0]:.2f} s | {spent[0] / prompt_time:.0%} "
+            f"| {spent[1]:.2f} s | {kl:.4f} | {same:.0%} |",
             flush=True,
         )
 
