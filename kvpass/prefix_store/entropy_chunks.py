@@ -167,16 +167,20 @@ class EntropyChunkCodec:
         self, numbers: Sequence[int], chunks: Sequence[Mapping[str, Tensor]]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Inverse of `quantize` up to rounding: keys and values of each layer, ``[H, N * tokens, D]``."""
-        layers = sum(len(stack.places) for stack in self._stacks)
-        parts: tuple[list[list[Tensor]], list[list[Tensor]]] = (
-            [[] for _ in range(layers)], [[] for _ in range(layers)]
-        )  # fmt: skip
-        for number, chunk in zip(numbers, chunks, strict=True):
-            self._dequantize(number, chunk, parts)
-        keys, values = ([torch.cat(one, 1) for one in side] for side in parts)
+        shapes = {place: stack.shape for stack in self._stacks for place in stack.places}
+        keys, values = (
+            [
+                torch.empty(one.heads, len(chunks) * self.tokens, one.head_dim, dtype=one.dtype, device=self.device)
+                for _, one in sorted(shapes.items())
+            ]
+            for _ in _ROLES
+        )
+        for i, (number, chunk) in enumerate(zip(numbers, chunks, strict=True)):
+            span = slice(i * self.tokens, (i + 1) * self.tokens)
+            self._dequantize(number, chunk, ([x[:, span] for x in keys], [x[:, span] for x in values]))
         return keys, values
 
-    def _dequantize(self, number: int, chunk: Mapping[str, Tensor], into: tuple[list[list[Tensor]], ...]) -> None:
+    def _dequantize(self, number: int, chunk: Mapping[str, Tensor], into: tuple[list[Tensor], list[Tensor]]) -> None:
         in_row = self.tokens // self._stacks[0].shares.ranks
         left = self._coder.decompress(chunk, in_row).to(self.device)
         for i, stack in enumerate(self._stacks):
@@ -189,11 +193,10 @@ class EntropyChunkCodec:
                 x = Shares.of(spec).from_ranks(by_rank, ranks, tensors["basis"])
                 if role == "key":
                     x = stack.tensors.from_pages(x, self._middles(number, stack))
-                x = x.to(stack.shape.dtype)
                 if number == 0 and spec.retention.sinks:
-                    x[..., : spec.retention.sinks, :] = chunk[f"{i}.{role}.sinks"].to(self.device)
+                    x[..., : spec.retention.sinks, :] = chunk[f"{i}.{role}.sinks"].to(x)
                 for place, layer in zip(stack.places, x, strict=True):
-                    side[place].append(layer)
+                    side[place].copy_(layer)
 
     def _middles(self, number: int, stack: _Stack) -> Tensor:
         """The numbers of the middle tokens of a chunk's pages: ``[L, pages]``."""
