@@ -376,5 +376,5 @@ class Allocation(Ranked, Codec, name="allocated"):
         rows = field_rows(basis, places).unsqueeze(2).split(self.fields(basis.shape[-2]), -2)
         values = torch.cat([_dequantize_rank(*each) for each in zip(ranks, rows, strict=True)], 3)
         if high_mask is not None:
-            values = values.gather(3, slots(high_mask).unsqueeze(-1).expand_as(values))
+            values = _tokens_at(slots(high_mask), values)
         return values.flatten(2, 3)

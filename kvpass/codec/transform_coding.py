@@ -84,8 +84,8 @@ def field_widths(pairs: int, singles: int, device: torch.device) -> Tensor:
 
 
 def blocks(x: Tensor, size: int) -> Tensor:
-    """Split channels into blocks: ``[B, H, T, D]`` -> ``[B, H, D / size, T, size]`` float64."""
-    found: Tensor = x.double().unflatten(-1, (-1, size)).transpose(2, 3)
+    """Split channels into blocks: ``[B, H, T, D]`` -> ``[B, H, D / size, T, size]``."""
+    found: Tensor = x.unflatten(-1, (-1, size)).transpose(2, 3)
     return found
 
 
@@ -102,8 +102,7 @@ def inverse_of(basis: Tensor) -> Tensor:
 
 def times_blocks(x: Tensor, matrices: Tensor) -> Tensor:
     """Tokens ``[B, H, T, D]`` times block-diagonal matrices ``[B or 1, H, D / b, b, b]``."""
-    of_blocks = x.unflatten(-1, (-1, matrices.shape[-1])).transpose(2, 3)
-    found: Tensor = (of_blocks @ matrices).transpose(2, 3).flatten(-2)
+    found: Tensor = (blocks(x, matrices.shape[-1]) @ matrices).transpose(2, 3).flatten(-2)
     return found
 
 
@@ -115,7 +114,7 @@ def second_moment(x: Tensor, size: int, valid: Tensor | None = None) -> Tensor:
     """
     if valid is not None:
         x = x * valid[:, None, :, None]
-    of_blocks = blocks(x, size)
+    of_blocks = blocks(x.double(), size)
     moment: Tensor = of_blocks.mT @ of_blocks
     return moment
 
