@@ -16,6 +16,7 @@ from kvpass.vllm.serving_config import Served, ServedCalibration, options_asked
 from kvpass.vllm.store_config import StoreConfig
 
 from tiny import llama, tokens
+from zoo import ZOO
 
 CHUNK = 32
 
@@ -155,6 +156,38 @@ def test_chunks_are_quantized_by_the_numbers_of_their_pages(stored):
             expected = from_page_rope(expected[None] + mean, tables, 0, size)[0]
         error = (found[side][place][:, 2 * CHUNK :] - expected).abs()
         assert float((error > 1e-3).float().mean()) < 1e-3  # rounding of a few codes at the edge of a step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Llama", "GLM"])
+@pytest.mark.parametrize("changed", [{}, {"ranked": False}], ids=str)
+def test_the_kernel_dequantizes_what_plain_pytorch_does(name, changed, dtype, tmp_path):
+    """Also where codes are too large for a byte, and where only some channels are rotated, in interleaved pairs."""
+    model, texts = ZOO[name].model("sdpa"), [tokens(1, 120, seed) for seed in range(2)]
+    found = kvpass.calibrate(model, texts, SMALL | {"block_size": 16} | changed, progress=False)
+    scheme = CalibratedScheme.of(str(found.save(tmp_path)))
+    heads, head_dim = scheme.heads_of(0)
+    layers = scheme.layers(1, 0, dtype)
+    shapes = dict.fromkeys(layers, LayerShape(heads, head_dim, dtype))
+    generator = torch.Generator().manual_seed(0)
+    given = [[torch.randn(heads, 3 * CHUNK, head_dim, generator=generator).to(dtype) for _ in layers] for _ in range(2)]
+    for x in (*given[0], *given[1]):
+        x[0, 40, 3], x[1, 70] = 300.0, -50.0
+    codecs = [EntropyChunkCodec(shapes, layers, CHUNK, lowering=lowering) for lowering in ("auto", "reference")]
+    chunks = codecs[0].quantize([0, 1, 7], *given)
+    assert all(len(chunk["exceptions"]) for chunk in chunks[1:])
+    fused, plain = (codec.dequantize([0, 1, 7], chunks) for codec in codecs)
+    for a, b in zip([*fused[0], *fused[1]], [*plain[0], *plain[1]], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4 if dtype == torch.float32 else 0.02, rtol=0.01)
+
+
+def test_a_truncated_stream_is_refused(stored):
+    layers, shapes, given = stored
+    one = EntropyChunkCodec(shapes, layers, CHUNK)
+    chunk, *_ = one.quantize(range(3), *given)
+    other = EntropyChunkCodec(shapes, layers, 2 * CHUNK)
+    with pytest.raises(KVPassError, match="corrupt"):
+        other.dequantize([0], [chunk])
 
 
 def test_more_bits_make_chunks_larger_and_closer(scheme, stored):

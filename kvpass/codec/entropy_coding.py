@@ -41,6 +41,20 @@ class _Digits(NamedTuple):
 _DIGITS = _Digits(1, 5), _Digits(2, 3), _Digits(7, 2), _Digits(127, 1)
 
 
+class Streams(NamedTuple):
+    """Decompressed codes.
+
+    data: the bytes of all streams, uint8.
+    table: ``[S, 5]`` int64, of each stream its first byte, its bytes, codes per byte, the largest code that a byte
+        holds, and its first row.
+    exceptions: ``[E, 2]`` int32, codes that no byte holds, and their places among the codes of all streams.
+    """
+
+    data: Tensor
+    table: Tensor
+    exceptions: Tensor
+
+
 @cache
 def _entropies() -> Tensor:
     """Entropies of uniformly quantized normal variables, whose standard deviations in steps are those of the table."""
@@ -91,7 +105,9 @@ class EntropyCoder:
         octaves = (std.double().clamp(2.0**_LOWEST, 2.0 ** (_HIGHEST + 1)).log2() * _STREAMS).round()
         self.order = octaves.argsort(stable=True)
         self.place = self.order.argsort()
-        self.rows = octaves[self.order].unique_consecutive(return_counts=True)[1].tolist()
+        stream, counts = octaves[self.order].unique_consecutive(return_inverse=True, return_counts=True)[1:]
+        self.rows = counts.tolist()
+        self.stream = stream[self.place]
 
     def compress(self, codes: Tensor) -> dict[str, Tensor]:
         """Compress codes ``[R, T]`` int16.
@@ -114,19 +130,33 @@ class EntropyCoder:
             "exceptions": torch.cat(exceptions),
         }
 
+    def streams(self, kept: Mapping[str, Tensor], tokens: int) -> Streams:
+        """Decompress ``kept``, which `compress` returned for rows of ``tokens`` codes, but leave codes in bytes."""
+        decompressor, data = _zstandard().ZstdDecompressor(), kept["codes"].numpy()
+        found, table, start, first_byte, first_row = [], [], 0, 0, 0
+        for rows, (per_byte, size) in zip(self.rows, kept["streams"].tolist(), strict=True):
+            found.append(decompressor.decompress(data[start : start + size]))
+            if len(found[-1]) != -(-rows * tokens // per_byte):
+                raise KVPassError(
+                    f"{len(found[-1])} bytes do not hold {rows} rows of {tokens} codes: the chunk is corrupt."
+                )
+            table.append((first_byte, len(found[-1]), per_byte, _digits(per_byte).largest, first_row))
+            start, first_byte, first_row = start + size, first_byte + len(found[-1]), first_row + rows
+        return Streams(torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8), torch.tensor(table),
+                       kept["exceptions"])  # fmt: skip
+
     def decompress(self, kept: Mapping[str, Tensor], tokens: int) -> Tensor:
         """Inverse of `compress`: codes ``[R, tokens]`` int16 on the CPU."""
-        decompressor = _zstandard().ZstdDecompressor()
-        data, start, found = kept["codes"].numpy(), 0, []
-        for rows, (per_byte, size) in zip(self.rows, kept["streams"].tolist(), strict=True):
-            digits = next(one for one in _DIGITS if one.per_byte == per_byte)
-            packed = torch.frombuffer(bytearray(decompressor.decompress(data[start : start + size])), dtype=torch.uint8)
-            found.append(_unpacked(packed, digits)[: rows * tokens])
-            start += size
-        codes = torch.cat(found)
-        places, values = kept["exceptions"].long().unbind(1)
+        data, table, exceptions = self.streams(kept, tokens)
+        each = zip(data.split(table[:, 1].tolist()), table[:, 2].tolist(), self.rows, strict=True)
+        codes = torch.cat([_unpacked(packed, _digits(per_byte))[: rows * tokens] for packed, per_byte, rows in each])
+        places, values = exceptions.long().unbind(1)
         codes[places] = values.to(codes.dtype)
         return codes.view(-1, tokens)[self.place]
+
+
+def _digits(per_byte: int) -> _Digits:
+    return next(one for one in _DIGITS if one.per_byte == per_byte)
 
 
 def _digits_of(stream: Tensor) -> tuple[_Digits, Tensor]:

@@ -5,7 +5,7 @@ uniform steps here, instead of bit widths and gains, and zstd takes the redundan
 (`kvpass.codec.entropy_coding`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,11 +16,12 @@ from torch import Tensor
 from ..codec.allocation import choose
 from ..codec.bitpack import byte_rows
 from ..codec.calibrated_layer import CalibratedLayer
-from ..codec.entropy_coding import OVERHEAD, EntropyCoder, entropy, quantize
+from ..codec.entropy_coding import OVERHEAD, EntropyCoder, Streams, entropy, quantize
 from ..codec.page_rope import middle
 from ..codec.shares import Shares
 from ..codec.spec import CodecSpec
 from ..codec.transform_coding import inverse_of, times_blocks
+from ..lowering.cpp import dequantize_streams
 from .chunks import ANY, Chunk, LayerShape, Shapes, check_chunk_size
 
 _ROLES = "key", "value"
@@ -57,6 +58,7 @@ class EntropyChunkCodec:
 
     layers: the layer of the model that each cache layer belongs to, and its shape.
     calibrated: the tensors of each of ``layers``.
+    lowering: "reference" for plain PyTorch. Otherwise there is a C++ kernel for CPUs, if it supports the pages.
 
     The size of a chunk depends on its tokens: `nbytes` is the expected one.
 
@@ -69,6 +71,7 @@ class EntropyChunkCodec:
         calibrated: Mapping[int, CalibratedLayer],
         tokens: int,
         device: torch.device | str = "cpu",
+        lowering: str = "auto",
     ) -> None:
         self.tokens, self.device = tokens, torch.device(device)
         alike: dict[tuple[Any, ...], list[int]] = {}
@@ -86,12 +89,25 @@ class EntropyChunkCodec:
                 check_chunk_size(tokens, spec.page_size, spec.retention.sinks)
         std = torch.cat([1 / steps.flatten() for steps in self._steps()]).cpu()
         self._coder, self._bits = EntropyCoder(std), float(entropy(std).mean())
+        specs = [spec for stack in self._stacks for spec, _ in stack.sides]
+        fused = lowering != "reference" and self.device.type == "cpu" and all(map(dequantize_streams.serves, specs))
+        self._sources = list(self._rows_and_bases()) if fused else None
 
     def _steps(self) -> Iterable[Tensor]:
         """The steps of each rank of tokens, ``[L, H, D]``, in the order of rows."""
         for stack in self._stacks:
             for _, tensors in stack.sides:
                 yield from tensors["steps"].unbind(2)
+
+    def _rows_and_bases(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What `dequantize_streams.dequantize` needs of the keys, and of the values, of each stack: its rows ``[n, 2]``
+        and basis ``[ranks, L, H, D, b]``."""
+        rows = torch.stack([self._coder.place, self._coder.stream], 1)
+        for stack in self._stacks:
+            for _, tensors in stack.sides:
+                steps = tensors["steps"].movedim(2, 0)
+                own, rows = rows.split([steps.numel(), len(rows) - steps.numel()])
+                yield own.contiguous(), (tensors["basis"] * steps.unsqueeze(-1)).contiguous()
 
     def shapes(self, first: bool) -> Shapes:
         """Shape and dtype of the tensors of a chunk, with `ANY` for sizes that depend on its tokens. first: whether it
@@ -167,25 +183,36 @@ class EntropyChunkCodec:
         self, numbers: Sequence[int], chunks: Sequence[Mapping[str, Tensor]]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Inverse of `quantize` up to rounding: keys and values of each layer, ``[H, N * tokens, D]``."""
-        shapes = {place: stack.shape for stack in self._stacks for place in stack.places}
-        keys, values = (
-            [
-                torch.empty(one.heads, len(chunks) * self.tokens, one.head_dim, dtype=one.dtype, device=self.device)
-                for _, one in sorted(shapes.items())
-            ]
-            for _ in _ROLES
-        )
+        found: tuple[dict[int, Tensor], dict[int, Tensor]] = {}, {}
+        sides = []
+        for stack in self._stacks:
+            for of_role in found:
+                size = len(stack.places), stack.shape.heads, len(chunks) * self.tokens, stack.shape.head_dim
+                sides.append(torch.empty(size, dtype=stack.shape.dtype, device=self.device))
+                of_role.update(zip(stack.places, sides[-1], strict=True))
         for i, (number, chunk) in enumerate(zip(numbers, chunks, strict=True)):
             span = slice(i * self.tokens, (i + 1) * self.tokens)
-            self._dequantize(number, chunk, ([x[:, span] for x in keys], [x[:, span] for x in values]))
+            self._dequantize(number, chunk, [x[:, :, span] for x in sides])
+        keys, values = ([of_role[place] for place in sorted(of_role)] for of_role in found)
         return keys, values
 
-    def _dequantize(self, number: int, chunk: Mapping[str, Tensor], into: tuple[list[Tensor], list[Tensor]]) -> None:
+    def _dequantize(self, number: int, chunk: Mapping[str, Tensor], into: Sequence[Tensor]) -> None:
+        """Dequantize a chunk into the keys and the values of each stack, ``[L, H, tokens, D]``."""
         in_row = self.tokens // self._stacks[0].shares.ranks
-        left = self._coder.decompress(chunk, in_row).to(self.device)
+        if self._sources is None:
+            self._from_codes(number, chunk, self._coder.decompress(chunk, in_row).to(self.device), into)
+        else:
+            self._from_streams(number, chunk, self._coder.streams(chunk, in_row), into)
+        for side, x in enumerate(into):
+            i, of_role = divmod(side, len(_ROLES))
+            sinks = self._stacks[i].sides[of_role][0].retention.sinks
+            if number == 0 and sinks:
+                x[..., :sinks, :] = chunk[f"{i}.{_ROLES[of_role]}.sinks"].to(x)
+
+    def _from_codes(self, number: int, chunk: Mapping[str, Tensor], left: Tensor, into: Sequence[Tensor]) -> None:
         for i, stack in enumerate(self._stacks):
             ranks = chunk[f"{i}.ranks"].to(self.device) if stack.shares.ranked else None
-            for role, (spec, tensors), side in zip(_ROLES, stack.sides, into, strict=True):
+            for role, (spec, tensors), side in zip(_ROLES, stack.sides, into[2 * i : 2 * i + 2], strict=True):
                 by_rank = []
                 for steps in tensors["steps"].unbind(2):
                     rows, left = left.split([steps.numel(), len(left) - steps.numel()])
@@ -193,10 +220,20 @@ class EntropyChunkCodec:
                 x = Shares.of(spec).from_ranks(by_rank, ranks, tensors["basis"])
                 if role == "key":
                     x = stack.tensors.from_pages(x, self._middles(number, stack))
-                if number == 0 and spec.retention.sinks:
-                    x[..., : spec.retention.sinks, :] = chunk[f"{i}.{role}.sinks"].to(x)
-                for place, layer in zip(stack.places, x, strict=True):
-                    side[place].copy_(layer)
+                side.copy_(x)
+
+    def _from_streams(self, number: int, chunk: Mapping[str, Tensor], streams: Streams, into: Sequence[Tensor]) -> None:
+        assert self._sources is not None
+        for i, stack in enumerate(self._stacks):
+            ranks, layers, at = chunk[f"{i}.ranks"] if stack.shares.ranked else None, stack.tensors, 2 * i
+            middles = None if layers.angles is None else layers.turned(self._middles(number, stack)[0])
+            of_roles = zip(_ROLES, stack.sides, self._sources[at : at + 2], into[at : at + 2], strict=True)
+            for role, (spec, _), (rows, basis), x in of_roles:
+                mean, turned = (layers.mean, middles) if role == "key" else (None, None)
+                exact = x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
+                dequantize_streams.dequantize(streams, rows, basis, ranks, mean, turned, spec, exact)
+                if exact is not x:
+                    x.copy_(exact)
 
     def _middles(self, number: int, stack: _Stack) -> Tensor:
         """The numbers of the middle tokens of a chunk's pages: ``[L, pages]``."""
@@ -205,7 +242,10 @@ class EntropyChunkCodec:
         return each.expand(len(stack.places), -1)
 
     def warm(self) -> None:
-        """Nothing to compile."""
+        """Compile what `dequantize` compiles."""
+        shapes = {place: stack.shape for stack in self._stacks for place in stack.places}
+        x = [torch.randn(one.heads, self.tokens, one.head_dim, device=self.device) for _, one in sorted(shapes.items())]
+        self.dequantize([0], self.quantize([0], x, x))
 
 
 def _stacked(layers: Sequence[CalibratedLayer]) -> CalibratedLayer:

@@ -151,7 +151,7 @@ class KVPassConnector(OffloadingConnector):
         ranks, dtype = self._vllm_config.parallel_config.tensor_parallel_size, group.kv_cache_spec.dtype
         calibrated = scheme.layers(ranks, rank, dtype, torch.device(device))
         scheme.check_layers(shapes, calibrated)
-        return EntropyChunkCodec(shapes, calibrated, tokens, device)
+        return EntropyChunkCodec(shapes, calibrated, tokens, device, lowering)
 
     def _files(self, config: VllmConfig) -> ChunkFiles | None:
         if self.store.path is None:
