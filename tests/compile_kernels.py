@@ -29,8 +29,8 @@ from kvpass.codec.tensors import Pack, of_model
 from kvpass.lowering.call_types import AppendLayersCall, AttendCall
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.lowering.triton import append, configs, launch, quantize, quantize_shares
-from kvpass.paged import paged_attention, single_query_triton, store_triton
-from kvpass.paged.batch import Batch, BlockTable
+from kvpass.paged import attend_triton, paged_attention, store_triton
+from kvpass.paged.batch import Batch, BlockTable, Tiles
 from kvpass.paged.block_layout import BlockLayout
 from kvpass.schemes import LayerGeometry, get
 
@@ -160,12 +160,13 @@ def blocks_layer(scheme, dim, groups, dtype, **fields):
 
 
 def attend_blocks(
-    scheme="kivi", dim=128, heads=32, groups=8, softcap=0.0, dtype="bfloat16", **fields
+    scheme="kivi", dim=128, heads=32, groups=8, softcap=0.0, dtype="bfloat16", queries=1, **fields
 ) -> None:  # fmt: skip
-    """Attend to one token of each of two requests over a server's blocks."""
+    """Attend to tiles of ``queries`` tokens of two requests over a server's blocks."""
     layer, batch = blocks_layer(scheme, dim, groups, dtype, **fields)
-    attention = single_query_triton.SingleQueryAttention(layer._replace(softcap=softcap))
-    attention(torch.zeros(2, heads, dim, dtype=layer.window.dtype), batch, batch.tiles[0])
+    tiles = Tiles(torch.arange(2), torch.zeros(2, queries, dtype=torch.int64), torch.full((2, queries), 300))
+    attention = attend_triton.TiledAttention(layer._replace(softcap=softcap))
+    attention(torch.zeros(2, heads, dim, dtype=layer.window.dtype), batch, tiles)
 
 
 def store_blocks(scheme="kivi", dim=128, groups=8, dtype="bfloat16", tokens=1, **fields) -> None:
@@ -213,6 +214,7 @@ def chosen_on_cuda() -> dict[str, str]:
     }
     used = {
         "attend": slice(2),
+        "paged_attend": slice(2),
         "paged_attend_one": slice(2),
         "append_layers_": slice(1, 2),
     }  # layers whose keys have a mean are not stored together
@@ -220,7 +222,7 @@ def chosen_on_cuda() -> dict[str, str]:
     fields = DispatchKey("attend", "cuda", (str(plan.key), str(plan.value)), 1, 128)
     return {"attend, waterfill": select(fields).name} | {
         f"{op}, {name}": select(DispatchKey(op, "cuda", tuple(map(str, specs[used.get(op, slice(1))])), 1, 128)).name
-        for op in ("attend", "paged_attend_one", "quantize", "append_", "append_layers_")
+        for op in ("attend", "paged_attend", "paged_attend_one", "quantize", "append_", "append_layers_")
         for name, specs in layers.items()
     }
 

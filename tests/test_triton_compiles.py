@@ -89,6 +89,13 @@ CASES = {
     "8 bits per token in blocks, softcap": dict(op="blocks", scheme="rtn", bits=8, softcap=30.0),
     "higgs in blocks": dict(op="blocks", scheme="higgs-sinks"),
     "float32 in blocks": dict(op="blocks", dtype="float32"),
+    "a prompt in blocks": dict(op="blocks", queries=64),
+    "a prompt in blocks, small heads": dict(op="blocks", scheme="kivi-4", dim=64, heads=9, groups=3, queries=40),
+    "a prompt in blocks, 8 bits per token, softcap": dict(
+        op="blocks", scheme="rtn", bits=8, softcap=30.0, dim=256, dtype="float16", queries=512
+    ),
+    "a prompt in blocks, higgs": dict(op="blocks", scheme="higgs-sinks", queries=64),
+    "a prompt in blocks, float32": dict(op="blocks", dtype="float32", queries=64),
     "store a token in blocks": dict(op="store"),
     "store a prompt in blocks": dict(
         op="store", scheme="kivi-sinks", bits=4, dim=64, groups=3, dtype="float32", tokens=40

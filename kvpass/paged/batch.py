@@ -81,6 +81,24 @@ class Tiles(NamedTuple):
     positions: Tensor
 
 
+class Contexts(NamedTuple):
+    """What N tiles of queries attend to.
+
+    past, total: ``[N]``, tokens of their requests before this step, and with the new ones.
+    first: ``[N]``, the position of their first query.
+    packed, half: ``[N]``, numbers of pages whose keys and values are packed, and of those whose keys are.
+    blocks, window: ``[N, n]``, blocks of their pages, and of their exact tokens.
+    """
+
+    past: Tensor
+    first: Tensor
+    total: Tensor
+    packed: Tensor
+    half: Tensor
+    blocks: Tensor
+    window: Tensor
+
+
 class Rows(NamedTuple):
     """Requests that bring one token, B of them. Their pages are grouped into units of a few, M units in total.
 
@@ -195,12 +213,12 @@ class Batch:
         return Tiles(owner, self.start[owner, None] + within, self.past[owner, None] + within)
 
     @once
-    def contexts(self, tiles: Tiles, key: Retention, value: Retention) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """For ``tiles`` of one token each: ``[N]`` numbers of tokens, of pages whose keys and values are packed, and of
-        pages whose keys are packed; and ``[N, n]`` blocks of their pages and of their windows."""
+    def contexts(self, tiles: Tiles, key: Retention, value: Retention) -> Contexts:
+        """The contexts of ``tiles``."""
         owner = tiles.owner
         past, tables = self.past[owner], (self.pages.blocks[owner], self.window.blocks[owner])
-        return self.total[owner], pages_of(past, value), pages_of(past, key), *tables
+        first = tiles.positions[:, 0].contiguous()
+        return Contexts(past, first, self.total[owner], pages_of(past, value), pages_of(past, key), *tables)
 
     @once
     def rows(self, tiles: Tiles, key: Retention, value: Retention, at_once: int) -> Rows:

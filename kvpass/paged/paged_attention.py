@@ -29,6 +29,9 @@ _VALUES = 1 << 20  # keys, or scores, processed at a time
 
 _text = cache(str)
 
+Attention = Callable[[Tensor, Batch, Tiles], Tensor]
+"""Attention of tiles of new tokens ``q`` ``[T, H_q, D]``: ``[N, Q, H_q, D]``, or ``[N, H_q, D]`` for single tokens."""
+
 
 class Layer(NamedTuple):
     """What attention over one layer needs besides a batch.
@@ -38,9 +41,9 @@ class Layer(NamedTuple):
     calibrated: what a calibration has fitted to the layer, for codecs that take tensors of the model; then the keys and
         values of all heads share a page.
     softcap: 0 for none.
-    kernel: ``(q, batch, tiles)`` to the attention of one token of each request, ``[N, H_q, D]``, as `with_kernel`
-        chooses it; None dequantizes pages, as for several tokens.
-    storing: ``(batch, k, v)`` to nothing, what `store` does, as `with_kernel` chooses it; None is in plain torch.
+    kernel, tiled: attention of one token of each request, and of several. Without ``kernel``, one is attended to as
+        several are.
+    storing: ``(batch, k, v)`` to nothing, what `store` does; None is in plain torch. `with_kernel` chooses all three.
     """
 
     blocks: Blocks
@@ -51,7 +54,8 @@ class Layer(NamedTuple):
     scale: float
     softcap: float = 0.0
     calibrated: CalibratedLayer | None = None
-    kernel: Callable[[Tensor, Batch, Tiles], Tensor] | None = None
+    kernel: Attention | None = None
+    tiled: Attention | None = None
     storing: Callable[[Batch, Tensor, Tensor], None] | None = None
 
     def dispatch(self, op: str, queries: int) -> DispatchKey:
@@ -110,13 +114,14 @@ def lowerings_of_blocks() -> list[str]:
 
 
 def with_kernel(layer: Layer, lowering: str = AUTO) -> Layer:
-    """``layer`` with what attends to single tokens of requests, and with what stores tokens. ``lowering`` selects those
-    that it implements. Raises `KVPassError` if it cannot serve ``layer``."""
+    """``layer`` with what attends to single tokens of requests and to several, and with what stores tokens.
+    ``lowering`` selects those that it implements. Raises `KVPassError` if it cannot serve ``layer``."""
 
     def chosen(op: str, queries: int) -> Any:
         return select(layer.dispatch(op, queries), lowering if lowering in lowerings(op) else AUTO).run(layer)
 
-    return layer._replace(kernel=chosen("paged_attend_one", 1), storing=chosen("paged_store", 0))
+    tiled, storing = chosen("paged_attend", 0), chosen("paged_store", 0)
+    return layer._replace(kernel=chosen("paged_attend_one", 1), tiled=tiled, storing=storing)
 
 
 def warm(layer: Layer, q_heads: int) -> None:
@@ -203,30 +208,36 @@ def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
         if layer.kernel is not None and tiles.rows.shape[1] == 1:
             out[tiles.rows[:, 0]] = layer.kernel(q, batch, tiles).to(out.dtype)
             continue
-        found = _attend(batch, tiles, layer, q).to(out.dtype, memory_format=torch.contiguous_format)
+        found = _tiled(layer)(q, batch, tiles).to(out.dtype, memory_format=torch.contiguous_format)
         out.index_copy_(0, tiles.rows.flatten(), found.flatten(0, 1))
 
 
-def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
-    """Attention of some tiles: ``[N, Q, H_q, D]`` float32."""
-    rows = q.index_select(0, tiles.rows.flatten()).unflatten(0, tiles.rows.shape).transpose(1, 2)  # [N, H_q, Q, D]
-    chosen = select(layer.dispatch("paged_attend", 0))
-    per_token = layer.window.shape[1] * layer.window.shape[3] // 2
-    if chosen.name == "reference":
-        per_token = max(per_token, q.shape[1] * tiles.rows.shape[1])  # scores are materialized
-    several = spans(batch, tiles, layer.key.retention, layer.value.retention, max(1, _VALUES // per_token))
-    found: Tensor = chosen.run(several, layer, rows)
-    return found.transpose(1, 2)
+def _tiled(layer: Layer) -> Attention:
+    return layer.tiled or select(layer.dispatch("paged_attend", 0)).run(layer)
 
 
 @implements("paged_attend_one", "reference")
-def _dequantizing(layer: Layer) -> Callable[[Tensor, Batch, Tiles], Tensor]:
+def _as_several(layer: Layer) -> Attention:
     """What attends to single tokens as to several."""
-    return partial(_single, layer)
+    return lambda q, batch, tiles: _tiled(layer)(q, batch, tiles).squeeze(1)
 
 
-def _single(layer: Layer, q: Tensor, batch: Batch, tiles: Tiles) -> Tensor:
-    return _attend(batch, tiles, layer, q).squeeze(1)
+@implements("paged_attend", "reference")
+def _in_spans(layer: Layer) -> Attention:
+    """What attends to several tokens in plain torch."""
+    return partial(_attend, layer, _over_spans, True)
+
+
+def _refuses_flash(dispatch: DispatchKey) -> str | None:
+    if dispatch.device != "cpu":
+        return "it runs on CPUs."
+    return f"it does not support {', '.join(dispatch.extras)}." if dispatch.extras else None
+
+
+@implements("paged_attend", "cpp", refuses=_refuses_flash)
+def _by_flash_attention(layer: Layer) -> Attention:
+    """The same, by `flash_attention`."""
+    return partial(_attend, layer, _over_parts, False)
 
 
 for _name, _module in (  # the last is preferred
@@ -239,18 +250,35 @@ for _name, _module in (  # the last is preferred
     )
 if find_spec("triton") is not None:
     from ..lowering.triton.configs import INTERPRETED
-    from . import single_query_triton, store_triton
+    from . import attend_triton, store_triton
 
     for _op, _found, _run in (
-        ("paged_attend_one", single_query_triton, single_query_triton.SingleQueryAttention),
+        ("paged_attend", attend_triton, attend_triton.TiledAttention),
+        ("paged_attend_one", attend_triton, attend_triton.attention_of_one),
         ("paged_store", store_triton, store_triton.Storing),
     ):
         implements(_op, "triton", _found.HAS, _found.refuses, by_name_only=INTERPRETED)(_run)
 
 
-@implements("paged_attend", "reference")
+def _attend(
+    layer: Layer, run: Callable[[list[Span], Layer, Tensor], Tensor], materializes: bool, q: Tensor, batch: Batch,
+    tiles: Tiles,
+) -> Tensor:  # fmt: skip
+    """Attention of some tiles over dequantized spans: ``[N, Q, H_q, D]`` float32.
+
+    run: `_over_spans` or `_over_parts`. materializes: whether it holds scores of all queries in memory.
+    """
+    rows = q.index_select(0, tiles.rows.flatten()).unflatten(0, tiles.rows.shape).transpose(1, 2)  # [N, H_q, Q, D]
+    per_token = layer.window.shape[1] * layer.window.shape[3] // 2
+    if materializes:
+        per_token = max(per_token, q.shape[1] * tiles.rows.shape[1])
+    several = spans(batch, tiles, layer.key.retention, layer.value.retention, max(1, _VALUES // per_token))
+    found: Tensor = run(several, layer, rows)
+    return found.transpose(1, 2)
+
+
 def _over_spans(several: list[Span], layer: Layer, rows: Tensor) -> Tensor:
-    """Attention of ``rows`` ``[N, H_q, Q, D]`` over spans, in plain torch: float32 of that shape."""
+    """Attention of ``rows`` ``[N, H_q, Q, D]`` over spans: float32 of that shape."""
     rows = rows.float() * layer.scale
     first, *others = several
 
@@ -267,13 +295,6 @@ def _over_spans(several: list[Span], layer: Layer, rows: Tensor) -> Tensor:
     return total
 
 
-def _refuses_flash(dispatch: DispatchKey) -> str | None:
-    if dispatch.device != "cpu":
-        return "it runs on CPUs."
-    return f"it does not support {', '.join(dispatch.extras)}." if dispatch.extras else None
-
-
-@implements("paged_attend", "cpp", refuses=_refuses_flash)
 def _over_parts(several: list[Span], layer: Layer, rows: Tensor) -> Tensor:
     """The same, by `flash_attention`."""
     dtype = rows.dtype if rows.dtype == layer.window.dtype and rows.dtype in flash_attention.DTYPES else torch.float32

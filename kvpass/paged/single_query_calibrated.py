@@ -78,7 +78,7 @@ class SingleQueryAttention:
     def __call__(self, q: Tensor, batch: Batch, tiles: Tiles) -> Tensor:
         """Attention of ``tiles`` of one token each, among ``q`` ``[T, H_q, D]``: ``[N, H_q, D]``, as what is stored."""
         layer, heads = self._layer, self._layer.window.shape[1]
-        total, packed, _, blocks, window = batch.contexts(tiles, layer.key.retention, layer.value.retention)
+        _, _, total, packed, _, blocks, window = batch.contexts(tiles, layer.key.retention, layer.value.retention)
         q = q[tiles.rows[:, 0]].to(layer.window.dtype)
         out = torch.empty_like(q)
         if self._rope[0] and (pages := int(packed.max())) > len(self._middles[0]):

@@ -55,7 +55,7 @@ class SingleQueryAttention:
     def __call__(self, q: Tensor, batch: Batch, tiles: Tiles) -> Tensor:
         """Attention of ``tiles`` of one token each, among ``q`` ``[T, H_q, D]``: ``[N, H_q, D]``, as what is stored."""
         layer, heads = self._layer, self._layer.window.shape[1]
-        total, packed, half, blocks, window = batch.contexts(tiles, layer.key.retention, layer.value.retention)
+        _, _, total, packed, half, blocks, window = batch.contexts(tiles, layer.key.retention, layer.value.retention)
         q = q[tiles.rows[:, 0]].to(layer.window.dtype)
         out = torch.empty_like(q)
         self._kernel(q.shape[1] // heads)(

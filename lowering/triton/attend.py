@@ -140,19 +140,19 @@ def attend_split(
     call = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query, start)
 
     attend_tile(
-        q, q_packed, key, value, k_ring, v_ring, k_new, v_new, rope, call, n, k_rows, v_rows, partial, partial_lse, Q,
-        K, V, ROWS, TOGETHER, EXACT, STAGES,
+        q, q_packed, key, value, k_ring, v_ring, k_new, v_new, rope, call, n, n + queries, k_rows, v_rows, partial,
+        partial_lse, Q, K, V, ROWS, TOGETHER, EXACT, STAGES,
     )  # fmt: skip
 
 
 @triton.jit
 def attend_tile(
-    q, q_packed, key, value, k_ring, v_ring, k_new, v_new, rope, call, stored, k_rows, v_rows, partial, partial_lse,
-    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
+    q, q_packed, key, value, k_ring, v_ring, k_new, v_new, rope, call, stored, stop, k_rows, v_rows, partial,
+    partial_lse, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
     EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What a program of `attend_split` does. The first ``stored`` tokens are in pages and rings, and the others are
-    new."""
+    """What a program of `attend_split` does. The first ``stored`` of ``stop`` tokens are in pages and rings, and the
+    others are new."""
     group, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1) - 1
     mask, shift, scale, start = call.mask, call.shift, call.scale, call.start
     row, row_mask, query = query_rows(tl.program_id(2) * Q.tile, group, call, Q)
@@ -177,7 +177,10 @@ def attend_tile(
             peak, total, out, rotated, shift, scale, mask, start, v_rows, k_rows, k_rows, key, value, v_ring, rope,
             parts, True, Q, K, V, ROWS, TOGETHER, STAGES,
         )  # fmt: skip
-        packed, stop = k_rows * K.planes, call.n + call.queries
+        packed = k_rows * K.planes
+        if K.places and Q.causal:  # a tile of a prompt has many tokens, and these may be its first
+            query = tl.minimum(query, stop - 1 - call.n)
+            stop = call.n + tl.max(query, 0) + 1
         exact_q = query_tiles(q, row, row_mask, parts, K.dim, Q)
         for first in tl.range(0, stop - packed, EXACT, num_stages=1):
             tokens = exact_tokens(first, packed, EXACT, K)

@@ -141,7 +141,7 @@ def test_two_ranks_serve_as_one_does(serve, tiny, monkeypatch):
 
 
 def test_triton_kernels_serve_what_others_do(serve, tmp_path):
-    """In Triton's interpreter: kernels for GPUs store tokens and attend to single ones, in batches that change from
+    """In Triton's interpreter: kernels for GPUs store tokens and attend to blocks, in batches that change from
     step to step, with prompts in chunks, a request that is preempted, and a prefix hit."""
     torch.manual_seed(0)
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=512, head_dim=32)

@@ -1,4 +1,4 @@
-"""Attention over a server's blocks on GPUs, for requests with one token each.
+"""Attention over a server's blocks on GPUs, for tiles of one or more tokens of a request.
 
 Everything that depends on lengths and block tables stays on the device: nothing waits for it, and a grid only depends
 on the sizes of tensors.
@@ -6,6 +6,7 @@ on the sizes of tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ def refuses(dispatch: DispatchKey) -> str | None:
     return refuses_pages([parse(text) for text in dispatch.specs], dispatch.head_dim)
 
 
-class SingleQueryAttention:
+class TiledAttention:
     """Attention over the blocks of one layer; what all steps share is looked up once.
 
     Raises `KVPassError` if blocks are not aligned to words.
@@ -74,40 +75,48 @@ class SingleQueryAttention:
         return [None if seed is None else basis(self._head_dim, seed, self._layer.window.device) for seed in seeds]
 
     def __call__(self, q: Tensor, batch: Batch, tiles: Tiles) -> Tensor:
-        """Attention of ``tiles`` of one token each, among ``q`` ``[T, H_q, D]``: ``[N, H_q, D]``, as what is stored."""
+        """Attention of ``tiles`` of tokens among ``q`` ``[T, H_q, D]``: ``[N, Q, H_q, D]``, as what is stored."""
         layer, window, device = self._layer, self._layer.window, self._layer.window.device
-        total, _, _, blocks, tokens = batch.contexts(tiles, layer.key.retention, layer.value.retention)
-        q = q[tiles.rows[:, 0]].to(window.dtype).contiguous()
-        count, q_heads, groups, K = len(q), q.shape[1], len(q) * self._heads, self._layouts[0]
-        rows = q_heads // self._heads
+        found = batch.contexts(tiles, layer.key.retention, layer.value.retention)
+        blocks, tokens, (count, queries) = found.blocks, found.window, tiles.rows.shape
+        q = q[tiles.rows].to(window.dtype).transpose(1, 2).contiguous()
+        q_heads, groups, K = q.shape[1], count * self._heads, self._layouts[0]
+        rows = q_heads // self._heads * queries
         config = configured(case_of(self._specs, "", self._head_dim, rows, q.dtype, False), device)
         capacity, tiled = blocks.shape[1] * K.slots * (K.page // K.planes), cdiv(rows, config.queries)
         splits = splits_of(capacity, config, groups * tiled, device) + 1
         rules = Rules(
-            q_heads, self._heads, False, layer.softcap, False, config.queries, OPERANDS[operand_dtype(q.dtype)]
+            q_heads, self._heads, queries > 1, layer.softcap, False, config.queries, OPERANDS[operand_dtype(q.dtype)]
         )
         partial = torch.empty((groups, splits, rows, self._head_dim), dtype=torch.float32, device=device)
         partial_lse, out, (rotation, back) = partial.new_empty(partial.shape[:3]), torch.empty_like(q), self._bases
         packed = q if rotation is None else (q.float() @ rotation).to(q.dtype)
         with torch.cuda.device_of(q):
             attend_blocks[groups, splits, tiled](
-                q, *self._stored, packed, self._shift(q, blocks), *self._points, partial, partial_lse, total, blocks,
-                tokens, blocks.stride(0), tokens.stride(0), layer.scale, batch.lead, *self._bytes,
+                q, *self._stored, packed, self._shift(q, blocks), *self._points, partial, partial_lse, *found[:3],
+                queries, blocks, tokens, blocks.stride(0), tokens.stride(0), layer.scale, batch.lead, *self._bytes,
                 *window.stride()[:3], rules, *self._layouts, config.rows, config.together, config.exact,
                 config.stages, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
             if back is not None:
                 partial[:, :-1] = partial[:, :-1] @ back.mT
-            merge_splits[count * q_heads,](
-                partial, partial_lse, None, out, None, rows, splits, 1, q_heads, self._head_dim, MERGED_AT_ONCE,
+            merge_splits[count * q_heads * queries,](
+                partial, partial_lse, None, out, None, rows, splits, queries, q_heads, self._head_dim, MERGED_AT_ONCE,
                 enable_fp_fusion=True,
             )  # fmt: skip
-        return out
+        return out.transpose(1, 2)
 
     def _shift(self, q: Tensor, blocks: Tensor) -> Tensor | None:
-        """The products of queries with the means of their requests' keys, ``[N, H_q]`` float32."""
+        """The products of queries with the means of their requests' keys, ``[N, H_q, Q]`` float32."""
         center = self._layer.blocks.head.get("key.center")
         if center is None:
             return None
-        shift: Tensor = (q.unflatten(1, (self._heads, -1)).float() * center[blocks[:, 0]].float()).sum(-1)
+        of_heads = center[blocks[:, 0]].float().unsqueeze(2)  # [N, H, 1, 1, D]
+        shift: Tensor = (q.unflatten(1, (self._heads, -1)).float() * of_heads).sum(-1)
         return shift
+
+
+def attention_of_one(layer: Layer) -> Callable[[Tensor, Batch, Tiles], Tensor]:
+    """`TiledAttention` of one token of each request: ``[N, H_q, D]``."""
+    attention = TiledAttention(layer)
+    return lambda q, batch, tiles: attention(q, batch, tiles).squeeze(1)
