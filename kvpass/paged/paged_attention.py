@@ -125,7 +125,7 @@ def with_kernel(layer: Layer, lowering: str = AUTO) -> Layer:
 
 
 def warm(layer: Layer, q_heads: int) -> None:
-    """Run once everything that may be compiled, on the existing blocks, which are not written."""
+    """Run once everything that may be compiled. Writes to block 0, which must belong to no request."""
     (_, heads, _, width), size, device = layer.window.shape, layer.key.page_size, layer.window.device
     past = torch.full((2,), layer.value.retention.window + layer.value.retention.sinks + size, device=device)
     tables = (BlockTable(torch.zeros(2, 2 * int(past[0]), dtype=torch.long, device=device), one) for one in (1, 1))
@@ -137,8 +137,11 @@ def warm(layer: Layer, q_heads: int) -> None:
     stored: tuple[Tensor, ...] = ()
     for which in range(2):
         stored = _quantized(layer, which, x, first, stored)
+    batch = Batch(start, past, past + 1, pages, window, 0)
+    new = layer.window.new_zeros(2, heads, width // 2)
+    store(batch, layer, new, new)
     for each in (layer, layer._replace(kernel=None)):
-        attend(Batch(start, past, past + 1, pages, window, 0), each, q, torch.empty_like(q))
+        attend(batch, each, q, torch.empty_like(q))
 
 
 def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
