@@ -124,6 +124,21 @@ def with_kernel(layer: Layer, lowering: str = AUTO) -> Layer:
     return layer._replace(kernel=chosen("paged_attend_one", 1), tiled=tiled, storing=storing)
 
 
+def never_waits(
+    key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype, device: str, lowering: str = AUTO
+) -> bool:
+    """Whether steps that bring one token of each request never wait for the device, so that a CUDA graph can capture
+    them: whether Triton kernels attend and store."""
+    chosen = (
+        select(
+            DispatchKey(op, device, (_text(key), _text(value)), queries, head_dim, dtype),
+            lowering if lowering in lowerings(op) else AUTO,
+        )
+        for op, queries in (("paged_attend_one", 1), ("paged_store", 0))
+    )
+    return all(one.name == "triton" for one in chosen)
+
+
 def warm(layer: Layer, q_heads: int) -> None:
     """Run once everything that may be compiled. Writes to block 0, which must belong to no request."""
     (_, heads, _, width), size, device = layer.window.shape, layer.key.page_size, layer.window.device

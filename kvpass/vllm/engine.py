@@ -23,9 +23,11 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -33,12 +35,17 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 
 from ..errors import KVPassError
 from ..lowering.page_codecs import codecs_for
 from ..paged import paged_attention
-from ..paged.batch import BlockTable
 from ..schemes import SchemeConfig
 from .calibrated_scheme import CalibratedScheme
 from .engine_metadata import PackedMetadata, WindowBuilder, check
@@ -207,17 +214,31 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
             return PackedAttention.own.get_builder_cls()(kv_cache_spec, layer_names, vllm_config, device)
         return super().__new__(cls)
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        if getattr(kv_cache_spec, "state_content_bytes", None) is None:
+            return PackedAttention.own.get_builder_cls().get_cudagraph_support(vllm_config, kv_cache_spec)
+        options = _options_of(vllm_config)
+        served = PackedAttention.served.get((kv_cache_spec.num_kv_heads, kv_cache_spec.head_size))
+        if options is None or not isinstance(served, Served):
+            return AttentionCGSupport.NEVER
+        layout, device = served.layout(kv_cache_spec.block_size), current_platform.device_type
+        captured = paged_attention.never_waits(
+            layout.key, layout.value, served.head_dim, served.dtype, device, options.lowering
+        )
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if captured else AttentionCGSupport.NEVER
+
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         served = PackedAttention.served[kv_cache_spec.num_kv_heads, kv_cache_spec.head_size]
         self.layout = served.layout(kv_cache_spec.block_size)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False):
-        common = common_attn_metadata
-        start, total = common.query_start_loc.long(), common.seq_lens.long()
-        past = total - (start[1:] - start[:-1])
-        pages = BlockTable(common.block_table_tensor.long(), self.layout.slots)
-        return PackedMetadata(start, past, total, pages, self.layout.lead, common.max_query_len)
+        common, layout = common_attn_metadata, self.layout
+        return PackedMetadata(
+            common.query_start_loc, common.seq_lens, common.block_table_tensor, layout.slots, layout.lead,
+            common.max_query_len,
+        )  # fmt: skip
 
 
 class PackedAttention(AttentionImpl):

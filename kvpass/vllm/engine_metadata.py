@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from ..errors import KVPassError
 from ..paged.batch import Batch, BlockTable
@@ -13,28 +14,36 @@ from .serving_config import KEY, VARIABLE
 
 @dataclass
 class WindowMetadata:
-    """The block table of the exact tokens."""
+    """The block table of the exact tokens: ``[R, n]``, as vLLM has it, and tokens per block."""
 
-    table: BlockTable
+    blocks: Tensor
+    size: int
 
 
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE  # that of the pages decides
+
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False):
-        blocks = common_attn_metadata.block_table_tensor.long()
-        return WindowMetadata(BlockTable(blocks, self.kv_cache_spec.block_size))
+        return WindowMetadata(common_attn_metadata.block_table_tensor, self.kv_cache_spec.block_size)
 
 
 @dataclass
 class PackedMetadata:
-    """The requests of a step, without their windows, which a layer adds when it runs."""
+    """The requests of a step, in vLLM's own tensors, which a captured graph reads again in later steps. A layer adds
+    their windows when it runs, so what is computed from them is captured, too.
+
+    start, total: ``[R + 1]`` and ``[R]``. blocks: ``[R, n]``. slots, lead, most: as in `Batch`.
+    """
 
     start: Tensor
-    past: Tensor
     total: Tensor
-    pages: BlockTable
+    blocks: Tensor
+    slots: int
     lead: int
     most: int
     batch: Batch | None = None
@@ -42,7 +51,10 @@ class PackedMetadata:
     def with_window(self, window: WindowMetadata) -> Batch:
         """The complete batch; the layers of a group share what is computed for it."""
         if self.batch is None:
-            self.batch = Batch(self.start, self.past, self.total, self.pages, window.table, self.lead, self.most)
+            start, total = self.start.long(), self.total.long()
+            past = total - (start[1:] - start[:-1])
+            tables = BlockTable(self.blocks.long(), self.slots), BlockTable(window.blocks.long(), window.size)
+            self.batch = Batch(start, past, total, *tables, self.lead, self.most)
         return self.batch
 
 
