@@ -1,6 +1,6 @@
 """Checks and measurements on a GPU, in stages; each writes its JSON, row by row, before the next begins.
 
-    python benchmarks/gpu.py --out results                     # all stages
+    python benchmarks/gpu.py --out results                     # all stages but vllm
     python benchmarks/gpu.py --out results --stages correct    # only the first
 
 correct     the op that attends, against the reference: schemes, dtypes, masks, left padding, 1, 4 and 16 queries,
@@ -18,6 +18,8 @@ throughput  tokens per second of the same model at equal batches, and at the lar
             the static cache and QuantizedCache
 encode      quantizing keys and values of a prompt, compared with copying them and with the prompt's attention
 capacity    sequences that fit in memory by length, from the sizes of what is allocated; this stage needs no GPU
+vllm        attention over blocks in vLLM, which has to be installed for CUDA: KL to its own cache, and tokens per
+            second beside it and its fp8 and TurboQuant caches
 
 Events around a single call would measure Python. If a case fails, its stage continues and records that in its JSON.
 """
@@ -27,12 +29,14 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import quantize as encoding
+import serving
+import serving_kl
 import torch
 import torch.nn.functional as F
 from attend import nbytes, packed_states
@@ -52,6 +56,7 @@ SCHEMES = ("kivi", "kivi-3", "kivi-4", "quarot-2", "higgs", "higgs-3", "kivi-pre
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 _ROTATED = 256 << 20  # bytes of alternating states
 _REPLAYS = 20
+_CLOSE = 0.01  # KL of 8 bits
 
 
 def cases(schemes=(*SCHEMES, "waterfill", "waterfill-3"), dtypes=(torch.bfloat16, torch.float16)) -> Iterator[dict]:
@@ -251,9 +256,22 @@ def quantize(
         yield dict(scheme=scheme, length=length, seconds=encoding.compare(length, args, torch.bfloat16))
 
 
+def in_vllm(
+    device: torch.device, schemes=("kivi-8", "kivi-sinks"), rivals=("vllm:fp8", "vllm:turboquant_4bit_nc"),
+    quality: Sequence[str] = (), speed: Sequence[str] = ("--requests", "16", "--new", "128"),
+) -> Iterator[dict]:  # fmt: skip
+    """KL of attention over blocks in vLLM to its own cache, which must be small with 8 bits, and then tokens per second
+    beside it and its smaller caches. quality, speed: arguments of `serving_kl` and of `serving`."""
+    packed = [json.dumps(dict(scheme=scheme, untested_platform=True)) for scheme in schemes]
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    for row in serving_kl.rows(serving_kl.parsed(["--dtype", dtype, "--schemes", *packed, *quality])):
+        yield dict(row, good=row["kl"] < _CLOSE or "-8" not in row["name"])
+    yield from serving.rates(serving.parsed(["--schemes", *packed, *rivals, *speed]), dtype)
+
+
 STAGES: dict[str, Callable[..., Iterator[dict]]] = {
     "correct": correct, "generates": generates, "replays": replays, "tune": tune, "attend": attend, "step": step,
-    "due": due, "throughput": throughput, "quantize": quantize, "capacity": capacity,
+    "due": due, "throughput": throughput, "quantize": quantize, "capacity": capacity, "vllm": in_vllm,
 }  # fmt: skip
 
 
@@ -274,7 +292,7 @@ def run(stage: str, rows: Iterator[dict], out: Path, about: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results"))
-    parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--stages", default=",".join(stage for stage in STAGES if stage != "vllm"))
     args = parser.parse_args()
     stages = args.stages.split(",")
     if unknown := sorted(set(stages) - set(STAGES)):

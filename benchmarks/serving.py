@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvpass.models import packaged_folder
@@ -75,6 +76,15 @@ def since(start: tuple[float, float], end: tuple[float, float]) -> list[float]:
     return [b - a for a, b in zip(start, end, strict=True)]
 
 
+def options(name: str) -> dict:
+    """The engine arguments for vLLM's own cache ("vllm", or "vllm:fp8" for another dtype of it), or for a scheme by its
+    name, the JSON of kvpass's options, or the folder of its calibration."""
+    own, _, cache = name.partition(":")
+    if own == STOCK:
+        return {"kv_cache_dtype": cache} if cache else {}
+    return {"additional_config": {"kvpass": json.loads(name) if name.startswith("{") else name}}
+
+
 class Engine:
     """One engine in a process of its own."""
 
@@ -86,8 +96,7 @@ class Engine:
             enforce_eager=arguments.eager,
             max_num_batched_tokens=arguments.chunk,
         )
-        if name != STOCK:
-            engine["additional_config"] = {"kvpass": name}
+        engine |= options(name)
         job = dict(model=arguments.model, engine=engine, requests=requests, tokens=arguments.tokens, new=arguments.new)
         command = [sys.executable, __file__, "--job", json.dumps(job)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -139,34 +148,39 @@ def capacity(arguments: argparse.Namespace) -> None:
             print(f"| {name} | {dtype} | {tokens:,} | {requests:.1f} | {tokens / stock:.2f} |", flush=True)
 
 
+def rates(arguments: argparse.Namespace, dtype: str) -> Iterator[dict]:
+    """Of each engine: seconds and processor seconds for all requests, new tokens per second, how many requests ran at
+    once, and milliseconds of a step of all of them, if there was one. Medians of all repeats."""
+    engines = [Engine(name, arguments, dtype, arguments.requests) for name in (STOCK, *arguments.schemes)]
+    found = {engine.name: [] for engine in engines}
+    for _ in range(arguments.repeats):
+        for engine in engines:
+            found[engine.name].append(engine.measure())
+    for engine in engines:
+        engine.close()
+    for name, runs in found.items():
+        seconds, processor = (statistics.median(run["took"][which] for run in runs) for which in range(2))
+        steps = [run["decoding"] for run in runs if run["decoding"]]
+        step = [1e3 * statistics.median(each) / (arguments.new - 1) for each in zip(*steps, strict=True)]
+        rate, at_once = arguments.requests * arguments.new / seconds, max(run["at_once"] for run in runs)
+        yield dict(name=name, seconds=seconds, processor=processor, rate=rate, at_once=at_once, step=step)
+
+
 def throughput(arguments: argparse.Namespace) -> None:
     for dtype in arguments.dtypes:
-        engines = [Engine(name, arguments, dtype, arguments.requests) for name in (STOCK, *arguments.schemes)]
-        found = {engine.name: [] for engine in engines}
-        for _ in range(arguments.repeats):
-            for engine in engines:
-                found[engine.name].append(engine.measure())
-        for name, runs in found.items():
-            seconds, processor = (statistics.median(run["took"][which] for run in runs) for which in range(2))
-            steps = [run["decoding"] for run in runs if run["decoding"]]
-            step = [
-                1e3 * statistics.median(one[which] for one in steps) / (arguments.new - 1)
-                for which in range(2)
-                if steps
-            ]
-            rate = arguments.requests * arguments.new / seconds
+        for row in rates(arguments, dtype):
+            step = row["step"]
             print(
-                f"{name} {dtype}: {arguments.requests} requests of {arguments.tokens} + {arguments.new} tokens, "
-                f"{max(run['at_once'] for run in runs)} at once, in {seconds:.1f} s "
-                f"({processor:.1f} s of the processor), {rate:.2f} new tokens a second"
+                f"{row['name']} {dtype}: {arguments.requests} requests of {arguments.tokens} + {arguments.new} tokens, "
+                f"{row['at_once']} at once, in {row['seconds']:.1f} s ({row['processor']:.1f} s of the processor), "
+                f"{row['rate']:.2f} new tokens a second"
                 + (f", {step[0]:.1f} ms a step of all ({step[1]:.1f} ms)" if step else ""),
                 flush=True,
             )
-        for engine in engines:
-            engine.close()
 
 
-if __name__ == "__main__":
+def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of this command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", choices=("capacity", "throughput", "chats"), default="capacity")
     parser.add_argument("--model", help="a folder; by default SmolLM2-135M-Instruct, which is fetched once")
@@ -185,10 +199,16 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, help="by default all that vLLM takes")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    found = parser.parse_args(given)
+    if not found.job:
+        found.model = found.model or str(packaged_folder())
+    return found
+
+
+if __name__ == "__main__":
+    given = parsed()
     if given.job:
         job = json.loads(given.job)
         (converse if "chats" in job else serve)(job)
     else:
-        given.model = given.model or str(packaged_folder())
         {"capacity": capacity, "throughput": throughput, "chats": chats}[given.what](given)

@@ -14,14 +14,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from serving import STOCK, options
 
 from kvpass.eval import texts
 from kvpass.models import packaged_folder
-
-STOCK = "vllm"
 
 
 def forcing():
@@ -78,8 +78,7 @@ def scores(name: str, given: argparse.Namespace, ids: list[list[int]], folder: P
         dtype=given.dtype, max_model_len=2 * given.prompt, kv_cache_memory_bytes=1 << 29, enforce_eager=True,
         max_num_batched_tokens=given.chunk, skip_tokenizer_init=True,
     )  # fmt: skip
-    if name != STOCK:
-        engine["additional_config"] = {"kvpass": json.loads(name) if name.startswith("{") else name}
+    engine |= options(name)
     job = dict(model=given.model, engine=engine, texts=ids, prompt=given.prompt, folder=str(folder))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["PYTHONPATH"] = str(Path(__file__).parent)
@@ -91,14 +90,13 @@ def scores(name: str, given: argparse.Namespace, ids: list[list[int]], folder: P
     return [torch.load(folder / f"{number}.pt").float() for number in range(len(ids))]
 
 
-def main(given: argparse.Namespace) -> None:
+def rows(given: argparse.Namespace) -> Iterator[dict]:
+    """Of each scheme: KL to vLLM's own cache, half of its 95 % interval, how often the most probable token is the same,
+    and the KL on each text."""
     from transformers import AutoTokenizer
 
     tokenizer, count = AutoTokenizer.from_pretrained(given.model), given.prompt + given.scored
-    names = given.text.split(",")
-    ids = [texts.tokens(tokenizer, name, count)[0].tolist() for name in names]
-    print(f"| {given.prompt} + {given.scored} tokens, {given.dtype} | KL | top-1 | " + " | ".join(names) + " |")
-    print("|---|--:|--:|" + len(names) * "--:|", flush=True)
+    ids = [texts.tokens(tokenizer, name, count)[0].tolist() for name in given.text.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         stock = scores(STOCK, given, ids, Path(folder) / "stock")
         for number, name in enumerate(given.schemes):
@@ -108,14 +106,22 @@ def main(given: argparse.Namespace) -> None:
             same = [(p.argmax(-1) == q.argmax(-1)).float() for p, q in pairs]
             each = torch.cat(kl)
             error = 1.96 * float(each.std()) / len(each) ** 0.5
-            of_texts = " | ".join(f"{float(one.mean()):.4f}" for one in kl)
-            mean = statistics.mean(float(one.mean()) for one in kl)
-            print(
-                f"| {name} | {mean:.4f} ± {error:.4f} | {float(torch.cat(same).mean()):.1%} | {of_texts} |", flush=True
-            )
+            of_texts = [float(one.mean()) for one in kl]
+            top1 = float(torch.cat(same).mean())
+            yield dict(name=name, kl=statistics.mean(of_texts), error=error, top1=top1, of_texts=of_texts)
 
 
-if __name__ == "__main__":
+def main(given: argparse.Namespace) -> None:
+    names = given.text.split(",")
+    print(f"| {given.prompt} + {given.scored} tokens, {given.dtype} | KL | top-1 | " + " | ".join(names) + " |")
+    print("|---|--:|--:|" + len(names) * "--:|", flush=True)
+    for row in rows(given):
+        of_texts = " | ".join(f"{one:.4f}" for one in row["of_texts"])
+        print(f"| {row['name']} | {row['kl']:.4f} ± {row['error']:.4f} | {row['top1']:.1%} | {of_texts} |", flush=True)
+
+
+def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of this command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder; by default SmolLM2-135M-Instruct, which is fetched once")
     parser.add_argument("--schemes", nargs="+", default=["kivi-sinks"], help="schemes, or folders of calibrations")
@@ -125,9 +131,15 @@ if __name__ == "__main__":
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step at most")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    found = parser.parse_args(given)
+    if not found.job:
+        found.model = found.model or str(packaged_folder())
+    return found
+
+
+if __name__ == "__main__":
+    given = parsed()
     if given.job:
         serve(json.load(sys.stdin))
     else:
-        given.model = given.model or str(packaged_folder())
         main(given)

@@ -1,6 +1,7 @@
 """Bit widths per channel: which channels get the bits, what that costs, and whether a state matches its formulas."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -375,6 +376,17 @@ def test_unsupported_configs_and_non_finite_tokens_are_refused():
         WaterfillConfig(rich_key_fields=(20, 4), residual=8)
     for spec in (ALIKE, RANKED):
         assert parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize("window", [128, 500, 512, 1024, 2048, 4096, 20000])
+def test_in_a_window_less_is_stored_once_and_more_for_each_token(window):
+    layer = LayerGeometry(0, 1, 1, 256, torch.bfloat16, torch.device("cpu"))
+    found, full = (get("waterfill").plan(replace(layer, window=size)) for size in (window, None))
+    for spec, whole in ((found.key, full.key), (found.value, full.value)):
+        codec, most = Allocation.of(spec), Allocation.of(whole)
+        assert 16 * codec.block_size <= window / 4  # bits of the basis, for each value of the window
+        assert codec.ranked == (window >= 2048)
+        assert codec == most if window >= 2048 else codec.bits > most.bits
 
 
 SCHEMES = {

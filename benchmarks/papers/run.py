@@ -143,7 +143,8 @@ def markdown(table: Table, rows: dict) -> str:
         if row.name not in rows:
             continue
         of, figure = rows[row.name], "" if row.figure is None else f"{row.figure:g}"
-        long = "-" if of["bits_at_32k"] is None else f"{of['bits_at_32k']:.2f}"
+        by_text = f"{of['bits']:.2f} after {table.prompt + table.scored:,}"  # these bits depend on the text
+        long = by_text if of["bits_at_32k"] is None else f"{of['bits_at_32k']:.2f}"
         ours = f"{of['kl']:.4f} ± {of['kl_error']:.4f} | {of['perplexity']:.2f} | {of['top1']:.1%}"
         lines.append(f"| {row.name} | {figure} | {long} | {ours} |")
     same, other, open_ = order(table, rows)

@@ -11,7 +11,7 @@ In latent attention (MLA) queries meet what is expanded from the cache, not the 
 tokens get the same bits, and the keys' rotary part, which all heads share, gets twice as many as the latent.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, log2
 from typing import Literal
 
@@ -28,13 +28,20 @@ from .base import LayerPlan, register_scheme
 from .geometry import LayerGeometry
 from .storage import StorageConfig
 
+_LONG = 2048  # tokens of a window whose layer is stored like one of full attention
+_TOKENS_PER_CHANNEL = 64  # of a window, for each channel of a block
+_MORE = 4096  # bit pairs per 16 channels, times tokens, that a shorter window has instead of queries and larger bases
+
 _Fields = tuple[int, int]
 
 
-def _of_latent(poor: _Fields, rich: _Fields, times: int) -> _Fields:
-    """Pairs and single bits of a latent, ``times`` the mean of those of the two halves of a page."""
-    pairs, singles = poor if rich == (0, 0) else ((poor[0] + rich[0]) // 2, (poor[1] + rich[1]) // 2)
-    return min(times * pairs, PAIRS * SHARES), min(times * singles, SHARES)
+def _alike(poor: _Fields, rich: _Fields) -> _Fields:
+    """Pairs and single bits of tokens that are treated alike: the mean of those of the two halves of a page."""
+    return poor if rich == (0, 0) else ((poor[0] + rich[0]) // 2, (poor[1] + rich[1]) // 2)
+
+
+def _at_most(pairs: int, singles: int) -> _Fields:
+    return min(pairs, PAIRS * SHARES), min(singles, SHARES)
 
 
 @register_scheme(
@@ -97,14 +104,30 @@ class WaterfillConfig(StorageConfig):
         )
 
     def _latent_plan(self, latent_dim: int, rotary_dim: int) -> LayerPlan:
-        latent, rotary = (_of_latent(self.key_fields, self.rich_key_fields, times) for times in (1, 2))
+        pairs, singles = _alike(self.key_fields, self.rich_key_fields)
+        latent, rotary = (_at_most(times * pairs, times * singles) for times in (1, 2))
         return LayerPlan(
             CodecSpec(self._quantizer(latent_dim, latent), self.key_retention(), Transform(center=self.center)),
             CodecSpec(self._quantizer(rotary_dim, rotary), self.value_retention()),
         )
 
+    def _in_window(self, window: int) -> "WaterfillConfig":
+        """The scheme of layers with a window of ``window`` tokens. Few tokens share what is stored once, so they have
+        smaller blocks, and ranks only if the window is long; the memory that this saves goes to their codes."""
+        channels = max(1, window // _TOKENS_PER_CHANNEL)
+        block_size = min(self.block_size, 1 << channels.bit_length() - 1)  # a power of two
+        if window >= _LONG:
+            return replace(self, block_size=block_size)
+        alike = _alike(self.key_fields, self.rich_key_fields), _alike(self.value_fields, self.rich_value_fields)
+        keys, values = (_at_most(pairs + _MORE // window, singles) for pairs, singles in alike)
+        return replace(
+            self, block_size=block_size, key_fields=keys, value_fields=values, rich_key_fields=(0, 0),
+            rich_value_fields=(0, 0),
+        )  # fmt: skip
+
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        plan = self._latent_plan if layer.latent else self._plan
+        here = self if layer.window is None else self._in_window(layer.window)
+        plan = here._latent_plan if layer.latent else here._plan
         return plan(layer.head_dim, layer.value_head_dim).checked(layer)
 
     def to_calibrate(self) -> "CalibratedWaterfillConfig":
