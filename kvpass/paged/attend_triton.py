@@ -93,10 +93,10 @@ class TiledAttention:
         packed = q if rotation is None else (q.float() @ rotation).to(q.dtype)
         with torch.cuda.device_of(q):
             attend_blocks[groups, splits, tiled](
-                q, *self._stored, packed, self._shift(q, blocks), *self._points, partial, partial_lse, *found[:3],
-                queries, blocks, tokens, blocks.stride(0), tokens.stride(0), layer.scale, batch.lead, *self._bytes,
-                *window.stride()[:3], rules, *self._layouts, config.rows, config.together, config.exact,
-                config.stages, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
+                q, *self._stored, packed, self._shift(q, blocks), *self._points, partial, partial_lse, found.past,
+                found.first, found.total, queries, blocks, tokens, blocks.stride(0), tokens.stride(0), layer.scale,
+                batch.lead, *self._bytes, *window.stride()[:3], rules, *self._layouts, config.rows, config.together,
+                config.exact, config.stages, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
             if back is not None:
                 partial[:, :-1] = partial[:, :-1] @ back.mT

@@ -78,15 +78,16 @@ class SingleQueryAttention:
     def __call__(self, q: Tensor, batch: Batch, tiles: Tiles) -> Tensor:
         """Attention of ``tiles`` of one token each, among ``q`` ``[T, H_q, D]``: ``[N, H_q, D]``, as what is stored."""
         layer, heads = self._layer, self._layer.window.shape[1]
-        _, _, total, packed, _, blocks, window = batch.contexts(tiles, layer.key.retention, layer.value.retention)
+        found = batch.contexts(tiles, layer.key.retention, layer.value.retention)
         q = q[tiles.rows[:, 0]].to(layer.window.dtype)
         out = torch.empty_like(q)
-        if self._rope[0] and (pages := int(packed.max())) > len(self._middles[0]):
+        if self._rope[0] and (pages := int(found.packed.max())) > len(self._middles[0]):
             self._rotate(2 * pages)
         self._kernel(q.shape[1] // heads)(
-            q, out, total, packed, blocks, window, *self._tensors, *self._middles, *self._relative, self._table, len(q),
-            heads, blocks.shape[1], window.shape[1], *self._where, batch.lead, self._sink_head, *self._window,
-            self._rope[0], int(self._rope[1]), torch.get_num_threads(), layer.scale,
+            q, out, found.total, found.packed, found.blocks, found.window, *self._tensors, *self._middles,
+            *self._relative, self._table, len(q), heads, found.blocks.shape[1], found.window.shape[1], *self._where,
+            batch.lead, self._sink_head, *self._window, self._rope[0], int(self._rope[1]), torch.get_num_threads(),
+            layer.scale,
         )  # fmt: skip
         return out
 

@@ -99,15 +99,17 @@ class EntropyChunkCodec:
             for _, tensors in stack.sides:
                 yield from tensors["steps"].unbind(2)
 
-    def _rows_and_bases(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """What `dequantize_streams.dequantize` needs of the keys, and of the values, of each stack: its rows ``[n, 2]``
-        and basis ``[ranks, L, H, D, b]``."""
+    def _rows_and_bases(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """What `dequantize_streams.dequantize` needs of the keys, and of the values, of each stack: their rows
+        ``[n, 2]`` and basis ``[ranks, L, H, D, b]``."""
         rows = torch.stack([self._coder.place, self._coder.stream], 1)
         for stack in self._stacks:
+            found = []
             for _, tensors in stack.sides:
                 steps = tensors["steps"].movedim(2, 0)
                 own, rows = rows.split([steps.numel(), len(rows) - steps.numel()])
-                yield own.contiguous(), (tensors["basis"] * steps.unsqueeze(-1)).contiguous()
+                found.append((own.contiguous(), (tensors["basis"] * steps.unsqueeze(-1)).contiguous()))
+            yield found
 
     def shapes(self, first: bool) -> Shapes:
         """Shape and dtype of the tensors of a chunk, with `ANY` for sizes that depend on its tokens. first: whether it
@@ -183,52 +185,51 @@ class EntropyChunkCodec:
         self, numbers: Sequence[int], chunks: Sequence[Mapping[str, Tensor]]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Inverse of `quantize` up to rounding: keys and values of each layer, ``[H, N * tokens, D]``."""
-        found: tuple[dict[int, Tensor], dict[int, Tensor]] = {}, {}
-        sides = []
+        found = []  # keys and values of each stack
         for stack in self._stacks:
-            for of_role in found:
-                size = len(stack.places), stack.shape.heads, len(chunks) * self.tokens, stack.shape.head_dim
-                sides.append(torch.empty(size, dtype=stack.shape.dtype, device=self.device))
-                of_role.update(zip(stack.places, sides[-1], strict=True))
+            size = len(stack.places), stack.shape.heads, len(chunks) * self.tokens, stack.shape.head_dim
+            found.append(torch.empty(len(_ROLES), *size, dtype=stack.shape.dtype, device=self.device))
         for i, (number, chunk) in enumerate(zip(numbers, chunks, strict=True)):
-            span = slice(i * self.tokens, (i + 1) * self.tokens)
-            self._dequantize(number, chunk, [x[:, :, span] for x in sides])
-        keys, values = ([of_role[place] for place in sorted(of_role)] for of_role in found)
+            self._dequantize(number, chunk, [x[..., i * self.tokens : (i + 1) * self.tokens, :] for x in found])
+        by_place = {
+            place: x[:, i] for stack, x in zip(self._stacks, found, strict=True) for i, place in enumerate(stack.places)
+        }
+        keys, values = ([by_place[place][role] for place in sorted(by_place)] for role in range(len(_ROLES)))
         return keys, values
 
     def _dequantize(self, number: int, chunk: Mapping[str, Tensor], into: Sequence[Tensor]) -> None:
-        """Dequantize a chunk into the keys and the values of each stack, ``[L, H, tokens, D]``."""
+        """Dequantize a chunk into the keys and values of each stack, ``[2, L, H, tokens, D]``."""
         in_row = self.tokens // self._stacks[0].shares.ranks
         if self._sources is None:
             self._from_codes(number, chunk, self._coder.decompress(chunk, in_row).to(self.device), into)
         else:
             self._from_streams(number, chunk, self._coder.streams(chunk, in_row), into)
-        for side, x in enumerate(into):
-            i, of_role = divmod(side, len(_ROLES))
-            sinks = self._stacks[i].sides[of_role][0].retention.sinks
-            if number == 0 and sinks:
-                x[..., :sinks, :] = chunk[f"{i}.{_ROLES[of_role]}.sinks"].to(x)
+        if number:
+            return
+        for i, (stack, sides) in enumerate(zip(self._stacks, into, strict=True)):
+            for role, (spec, _), x in zip(_ROLES, stack.sides, sides, strict=True):
+                if spec.retention.sinks:
+                    x[..., : spec.retention.sinks, :] = chunk[f"{i}.{role}.sinks"].to(x)
 
     def _from_codes(self, number: int, chunk: Mapping[str, Tensor], left: Tensor, into: Sequence[Tensor]) -> None:
-        for i, stack in enumerate(self._stacks):
+        """`_dequantize`, but for the sinks, in plain PyTorch."""
+        for i, (stack, sides) in enumerate(zip(self._stacks, into, strict=True)):
             ranks = chunk[f"{i}.ranks"].to(self.device) if stack.shares.ranked else None
-            for role, (spec, tensors), side in zip(_ROLES, stack.sides, into[2 * i : 2 * i + 2], strict=True):
+            for role, (spec, tensors), side in zip(_ROLES, stack.sides, sides, strict=True):
                 by_rank = []
                 for steps in tensors["steps"].unbind(2):
                     rows, left = left.split([steps.numel(), len(left) - steps.numel()])
                     by_rank.append(stack.codes(rows, self.tokens // spec.page_size) * steps[:, :, None, None])
                 x = Shares.of(spec).from_ranks(by_rank, ranks, tensors["basis"])
-                if role == "key":
-                    x = stack.tensors.from_pages(x, self._middles(number, stack))
-                side.copy_(x)
+                side.copy_(stack.tensors.from_pages(x, self._middles(number, stack)) if role == "key" else x)
 
     def _from_streams(self, number: int, chunk: Mapping[str, Tensor], streams: Streams, into: Sequence[Tensor]) -> None:
+        """The same by a kernel."""
         assert self._sources is not None
-        for i, stack in enumerate(self._stacks):
-            ranks, layers, at = chunk[f"{i}.ranks"] if stack.shares.ranked else None, stack.tensors, 2 * i
+        for i, (stack, sources, sides) in enumerate(zip(self._stacks, self._sources, into, strict=True)):
+            ranks, layers = chunk[f"{i}.ranks"] if stack.shares.ranked else None, stack.tensors
             middles = None if layers.angles is None else layers.turned(self._middles(number, stack)[0])
-            of_roles = zip(_ROLES, stack.sides, self._sources[at : at + 2], into[at : at + 2], strict=True)
-            for role, (spec, _), (rows, basis), x in of_roles:
+            for role, (spec, _), (rows, basis), x in zip(_ROLES, stack.sides, sources, sides, strict=True):
                 mean, turned = (layers.mean, middles) if role == "key" else (None, None)
                 exact = x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
                 dequantize_streams.dequantize(streams, rows, basis, ranks, mean, turned, spec, exact)
