@@ -220,7 +220,8 @@ def chosen_on_cuda() -> dict[str, str]:
     }  # layers whose keys have a mean are not stored together
     plan = get("waterfill").plan(LayerGeometry(0, 1, 8, 128, torch.bfloat16, torch.device("cpu")))
     fields = DispatchKey("attend", "cuda", (str(plan.key), str(plan.value)), 1, 128)
-    return {"attend, waterfill": select(fields).name} | {
+    captured = paged_attention.never_waits(*layers["kivi"], 128, torch.bfloat16, "cuda")
+    return {"attend, waterfill": select(fields).name, "a step over blocks": "triton" if captured else "waits"} | {
         f"{op}, {name}": select(DispatchKey(op, "cuda", tuple(map(str, specs[used.get(op, slice(1))])), 1, 128)).name
         for op in ("attend", "paged_attend", "paged_attend_one", "quantize", "append_", "append_layers_")
         for name, specs in layers.items()
