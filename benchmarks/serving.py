@@ -199,10 +199,14 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="by default all that vLLM takes")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    found = parser.parse_args(given)
-    if not found.job:
-        found.model = found.model or str(packaged_folder())
-    return found
+    return with_model(parser.parse_args(given))
+
+
+def with_model(arguments: argparse.Namespace) -> argparse.Namespace:
+    """``arguments`` with the folder of the default model if they name none; a job has its own."""
+    if not arguments.job:
+        arguments.model = arguments.model or str(packaged_folder())
+    return arguments
 
 
 if __name__ == "__main__":

@@ -18,10 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from serving import STOCK, options
+from serving import STOCK, options, with_model
 
 from kvpass.eval import texts
-from kvpass.models import packaged_folder
 
 
 def forcing():
@@ -131,10 +130,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step at most")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
-    found = parser.parse_args(given)
-    if not found.job:
-        found.model = found.model or str(packaged_folder())
-    return found
+    return with_model(parser.parse_args(given))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from ..codec.calibrated_layer import CalibratedLayer
 from ..codec.center import fit_centers
 from ..codec.spec import CodecSpec
 from ..lowering.page_codecs import Codecs
-from ..lowering.table import AUTO, DispatchKey, implements, lowerings, select
+from ..lowering.table import AUTO, DispatchKey, Implementation, implements, lowerings, select
 from . import flash_attention, single_query_calibrated, single_query_cpp, single_query_inductor
 from .batch import Batch, BlockTable, Due, Tiles, pages_of
 from .block_layout import Blocks
@@ -118,10 +118,15 @@ def with_kernel(layer: Layer, lowering: str = AUTO) -> Layer:
     ``lowering`` selects those that it implements. Raises `KVPassError` if it cannot serve ``layer``."""
 
     def chosen(op: str, queries: int) -> Any:
-        return select(layer.dispatch(op, queries), lowering if lowering in lowerings(op) else AUTO).run(layer)
+        return _selected(layer.dispatch(op, queries), lowering).run(layer)
 
-    tiled, storing = chosen("paged_attend", 0), chosen("paged_store", 0)
-    return layer._replace(kernel=chosen("paged_attend_one", 1), tiled=tiled, storing=storing)
+    layer = layer._replace(tiled=chosen("paged_attend", 0))  # first, because one token may be attended to like several
+    return layer._replace(kernel=chosen("paged_attend_one", 1), storing=chosen("paged_store", 0))
+
+
+def _selected(dispatch: DispatchKey, lowering: str) -> Implementation:
+    """The implementation that ``lowering`` selects, or "auto" if it has none of this op."""
+    return select(dispatch, lowering if lowering in lowerings(dispatch.op) else AUTO)
 
 
 def never_waits(
@@ -129,14 +134,10 @@ def never_waits(
 ) -> bool:
     """Whether steps that bring one token of each request never wait for the device, so that a CUDA graph can capture
     them: whether Triton kernels attend and store."""
-    chosen = (
-        select(
-            DispatchKey(op, device, (_text(key), _text(value)), queries, head_dim, dtype),
-            lowering if lowering in lowerings(op) else AUTO,
-        )
-        for op, queries in (("paged_attend_one", 1), ("paged_store", 0))
-    )
-    return all(one.name == "triton" for one in chosen)
+    specs = _text(key), _text(value)
+    steps = (DispatchKey(op, device, specs, queries, head_dim, dtype)
+             for op, queries in (("paged_attend_one", 1), ("paged_store", 0)))  # fmt: skip
+    return all(_selected(step, lowering).name == "triton" for step in steps)
 
 
 def warm(layer: Layer, q_heads: int) -> None:

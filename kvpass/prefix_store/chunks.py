@@ -205,10 +205,16 @@ class ChunkCodec:
 
     def warm(self) -> None:
         """Compile what `quantize` and `dequantize` compile."""
-        shapes = {place: one.shape for one in self._alike for place in one.layers}
-        x = [torch.randn(shape.heads, self.tokens, shape.head_dim, device=self.device).to(shape.dtype)
-             for _, shape in sorted(shapes.items())]  # fmt: skip
+        x = random_tokens({place: one.shape for one in self._alike for place in one.layers}, self.tokens, self.device)
         self.dequantize([0], self.quantize([0], x, x))
+
+
+def random_tokens(shapes: Mapping[int, LayerShape], tokens: int, device: torch.device) -> list[Tensor]:
+    """Keys, or values, of a chunk: ``[H, tokens, D]`` for each of the layers ``shapes``, in order."""
+    return [
+        torch.randn(shape.heads, tokens, shape.head_dim, device=device).to(shape.dtype)
+        for _, shape in sorted(shapes.items())
+    ]
 
 
 def check_chunk_size(tokens: int, page_size: int, sinks: int) -> None:

@@ -22,7 +22,7 @@ from ..codec.shares import Shares
 from ..codec.spec import CodecSpec
 from ..codec.transform_coding import inverse_of, times_blocks
 from ..lowering.cpp import dequantize_streams
-from .chunks import ANY, Chunk, LayerShape, Shapes, check_chunk_size
+from .chunks import ANY, Chunk, LayerShape, Shapes, check_chunk_size, random_tokens
 
 _ROLES = "key", "value"
 
@@ -245,7 +245,7 @@ class EntropyChunkCodec:
     def warm(self) -> None:
         """Compile what `dequantize` compiles."""
         shapes = {place: stack.shape for stack in self._stacks for place in stack.places}
-        x = [torch.randn(one.heads, self.tokens, one.head_dim, device=self.device) for _, one in sorted(shapes.items())]
+        x = random_tokens(shapes, self.tokens, self.device)
         self.dequantize([0], self.quantize([0], x, x))
 
 

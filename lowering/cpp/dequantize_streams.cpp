@@ -2,7 +2,7 @@
 //
 // Macros: HEAD channels per head, BLOCK neighbouring channels that a basis mixes, PAGE tokens, RANKS of a page's tokens,
 // PAIRS of channels that are rotated by the token in the middle of their page, INTERLEAVED or not. CENTERED: whether
-// there is a mean.
+// there is a mean. TOKENS of a rank are read at a time.
 //
 // streams: first byte, bytes, codes per byte, largest code of a byte, and first row of each.
 // places: row among the rows of all streams, and stream, of each row [RANKS, items, HEAD].
@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int64_t IN_PAGE = PAGE / RANKS;  // tokens of a rank
-constexpr int TOKENS = 4, MOST = 5;        // tokens at a time; codes per byte
+constexpr int MOST = 5;                    // codes in a byte
 constexpr int VECTORS = BLOCK % (2 * LANES) ? 1 : 2;
 
 struct Stream {

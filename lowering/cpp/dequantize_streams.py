@@ -16,7 +16,7 @@ from kvpass.codec.spec import CodecSpec
 from .attend_codes import LANES
 from .build import build, source
 
-_TOKENS = 4  # that a kernel reads at a time
+_TOKENS = 4  # of one rank, that a kernel dequantizes at a time
 _TYPES = ["const uint8_t*", *2 * ["const int64_t*"], "const int32_t*", "const float*", "const uint8_t*",
           *3 * ["const float*"], "float*", *6 * ["int64_t"]]  # fmt: skip
 
@@ -33,7 +33,7 @@ def kernel(spec: CodecSpec, head_dim: int, rope: str) -> Callable[..., None]:
     shares, (pairs, interleaved) = Shares.of(spec), parse_rope(rope) if rope else (0, False)
     defines = dict(
         HEAD=head_dim, BLOCK=shares.block_size, PAGE=spec.page_size, RANKS=shares.ranks, PAIRS=pairs,
-        INTERLEAVED=int(interleaved), CENTERED=int(spec.transform.center),
+        INTERLEAVED=int(interleaved), CENTERED=int(spec.transform.center), TOKENS=_TOKENS,
     )  # fmt: skip
     return build(source(defines, "dequantize_streams.cpp"), _TYPES)
 
