@@ -1,16 +1,20 @@
-"""Write the tables of README.md and docs/schemes.md, and docs/pareto.svg: python benchmarks/readme.py [SCHEME ... |
---all]
+"""Write the tables of README.md and docs/schemes.md, docs/pareto.svg and docs/lengths.svg: python benchmarks/readme.py
+[SCHEME ... | --all | --lengths [SCHEME ...]]
 
 Scores the named schemes on SmolLM2-135M-Instruct as `kvpass eval --context 1280 --score 256` does, merges the results
-into docs/results.json, and generates both tables and the picture from it. Schemes that cannot be scored in one pass are
-decoded token by token, which takes minutes each. Decode times are read from benchmarks/results/steps-cpu.json; --steps
-merges files that `benchmarks/decode_e2e.py --lengths 512,4096 --threads 2 --scheme SCHEME --json FILE` wrote.
+into docs/results.json, and generates the tables and the pictures from it. Schemes that cannot be scored in one pass are
+decoded token by token, which takes minutes each. --lengths also scores them after longer prompts, which takes two hours
+for all of its schemes, and merges these results into docs/lengths.json. Decode times are read from
+benchmarks/results/steps-cpu.json; --steps merges files that `benchmarks/decode_e2e.py --lengths 512,4096 --threads 2
+--scheme SCHEME --json FILE` wrote.
 """
 
 import argparse
 import json
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from waterfill import calibrated
 
@@ -18,13 +22,20 @@ from kvpass import models
 from kvpass.eval import bits_at, plot, quality, texts
 from kvpass.eval.tables import record
 
-CONTEXT, SCORE, LONG = 1280, 256, 32768
+PROMPT, SCORE, LONG = 1024, 256, 32768
+PROMPTS = PROMPT, 3840, 7936  # tokens before the scored ones, where quality is measured by length
 STEP_AT = 4096  # tokens in the cache at the decode step that the README shows
 ROOT = Path(__file__).parents[1]
-RESULTS, STEPS = ROOT / "docs" / "results.json", ROOT / "benchmarks" / "results" / "steps-cpu.json"
-README, PAGE, PICTURE = ROOT / "README.md", ROOT / "docs" / "schemes.md", ROOT / "docs" / "pareto.svg"
-IN_README = "kivi", "kivi-4", "higgs", "waterfill", "waterfill-3"
-BEGIN, END = "<!-- begin: benchmarks/readme.py -->\n", "<!-- end -->"
+DOCS = ROOT / "docs"
+RESULTS, STEPS = DOCS / "results.json", ROOT / "benchmarks" / "results" / "steps-cpu.json"
+LENGTHS, LENGTHS_PICTURE = DOCS / "lengths.json", DOCS / "lengths.svg"
+README, PAGE, PICTURE = ROOT / "README.md", DOCS / "schemes.md", DOCS / "pareto.svg"
+IN_README = "kivi", "kivi-4", "higgs", "waterfill", "waterfill-3", "waterfill-hybrid"
+BY_LENGTH = (
+    "kivi", "kivi-3", "kivi-4", "kivi-sinks", "squat", "higgs", "higgs-3", "waterfill-2", "waterfill", "waterfill-3",
+    "waterfill-static", "waterfill-hybrid",
+)  # fmt: skip
+BEGIN, BEGIN_LENGTHS, END = (f"<!-- {mark} -->" for mark in ("begin: benchmarks/readme.py", "begin: by length", "end"))
 SCHEMES = {
     "kivi": "K per channel, V per token, groups of 32, 2 bits",
     "kivi-3": "the same, 3 bits",
@@ -49,6 +60,8 @@ SCHEMES = {
     "waterfill-2": "ours: bits per channel and token in a basis fitted to the prompt, 96 recent tokens, 4 sinks",
     "waterfill": "the same, with a third of a bit more",
     "waterfill-3": "the same, with a bit more",
+    "waterfill-static": "ours, bases and bits by layer, head and channel calibrated once",
+    "waterfill-hybrid": "ours, bits by layer and head calibrated once, bases fitted to the prompt",
     "kivi-s8": "`kivi`, scales and zero points in 8 bits",
     "kitty": "2 bits, an eighth of a page's key channels 4, 32 sinks",
     "kitty-25": "the same, a quarter",
@@ -73,17 +86,20 @@ SCHEMES = {
 }
 
 
-def measure(chosen: list[str], known: dict) -> dict:
-    """``known`` updated with the rows of ``chosen``: text -> scheme -> measurements."""
+def measure(chosen: list[str], prompts: Sequence[int]) -> Iterator[tuple[int, dict]]:
+    """For each of ``prompts``, in tokens, the measurements of ``chosen``: text -> scheme -> measurements."""
     model, tokenizer = models.load(say=print)
-    sources = {source: texts.tokens(tokenizer, source, CONTEXT) for source in texts.available()}
     schemes = calibrated(model, tokenizer, {name: name for name in chosen})
-    results = quality.evaluate(model, sources, CONTEXT - SCORE, schemes, one_pass=True)
     bits = {name: bits_at(model, scheme, [LONG]) for name, scheme in schemes.items()}
-    return {
-        text: {**known.get(text, {}), **{row.scheme: record(row, bits) for row in rows}}
-        for text, rows in results.items()
-    }
+    for prompt in prompts:
+        sources = {source: texts.tokens(tokenizer, source, prompt + SCORE) for source in texts.available()}
+        results = quality.evaluate(model, sources, prompt, schemes, one_pass=True)
+        yield prompt, {text: {row.scheme: record(row, bits) for row in rows} for text, rows in results.items()}
+
+
+def updated(known: dict, found: dict) -> dict:
+    """``known`` with the measurements ``found``, both text -> scheme -> measurements."""
+    return {text: known.get(text, {}) | rows for text, rows in found.items()}
 
 
 def merged(steps: dict, files: list[Path]) -> dict:
@@ -101,7 +117,7 @@ def table(results: dict) -> str:
         f"{text}: {what}" if i == 0 else what for text in results for i, what in enumerate(("KL", "log KL", "top-1"))
     ]
     rows = [["scheme", "what", "bits/value", f"at {LONG // 1024}k", *heads]]
-    first = next(iter(results.values()))
+    first = _first(results)
     for name, what in SCHEMES.items():
         if name in first:
             measured = [cell for text in results.values() for cell in _cells(text[name])]
@@ -109,16 +125,29 @@ def table(results: dict) -> str:
     return _markdown(rows, words=2)
 
 
-def short_table(results: dict, steps: dict) -> str:
-    """The README's table in Markdown: full precision and `IN_README`."""
-    heads = [f"KL, {text}" for text in results]
+def short_table(by_length: dict, steps: dict) -> str:
+    """The README's table in Markdown: full precision and `IN_README`. KL is the mean over all texts."""
+    heads = [f"KL after {prompt:,}" for prompt in by_length]
     rows = [["scheme", f"bits/value at {LONG // 1024}k", *heads, f"decode step at {STEP_AT // 1024}k"]]
-    rows.append(["full precision", "32 (float32)", *["0"] * len(results), "baseline"])
-    first = next(iter(results.values()))
+    rows.append(["full precision", "32 (float32)", *["0"] * len(by_length), "baseline"])
     for name in IN_README:
-        divergences = [_cells(text[name])[0] for text in results.values()]
-        rows.append([f"`{name}`", _long(first[name]), *divergences, _step(steps.get(name, {}))])
+        kl = [f"{fmean(text[name]['kl'] for text in results.values()):.4f}" for results in by_length.values()]
+        rows.append([f"`{name}`", _long(_first(_first(by_length))[name]), *kl, _step(steps.get(name, {}))])
     return _markdown(rows, words=1)
+
+
+def length_table(by_length: dict) -> str:
+    """The table of `BY_LENGTH` in Markdown, by text and by the length of the prompt."""
+    heads = [f"{text}: KL after {prompt:,}" for text in _first(by_length) for prompt in by_length]
+    rows = [["scheme", f"bits/value at {LONG // 1024}k", *heads]]
+    for name in BY_LENGTH:
+        kl = [_cells(results[text][name])[0] for text in _first(by_length) for results in by_length.values()]
+        rows.append([f"`{name}`", _long(_first(_first(by_length))[name]), *kl])
+    return _markdown(rows, words=1)
+
+
+def _first(mapping: dict) -> dict:
+    return next(iter(mapping.values()))
 
 
 def _markdown(rows: list[list[str]], words: int) -> str:
@@ -148,7 +177,17 @@ def draw(results: dict, path: Path) -> None:
         text: [plot.Point(name, row["bits_per_value"], row["kl"], row["kl_error"]) for name, row in rows.items()]
         for text, rows in results.items()
     }
-    plot.pareto(points, path, f"SmolLM2-135M-Instruct, {SCORE} tokens after a prompt of {CONTEXT - SCORE:,}")
+    plot.pareto(points, path, f"SmolLM2-135M-Instruct, {SCORE} tokens after a prompt of {PROMPT:,}")
+    path.write_text(compact(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def draw_lengths(results: dict, path: Path) -> None:
+    """Mean KL by length of the prompt."""
+    found = {
+        text: {name: {prompt: rows[text][name]["kl"] for prompt, rows in results.items()} for name in BY_LENGTH}
+        for text in _first(results)
+    }
+    plot.by_length(found, path, f"SmolLM2-135M-Instruct, {SCORE} tokens after prompts of three lengths")
     path.write_text(compact(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
@@ -159,28 +198,55 @@ def compact(svg: str) -> str:
     return re.sub(r" (?=<g id)", "\n", " ".join(svg.split())) + "\n"
 
 
-def with_block(page: str, block: str) -> str:
+def with_block(page: str, block: str, begin: str = BEGIN) -> str:
     """``page`` with ``block`` between the markers."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}{block}{END}{rest.partition(END)[2]}"
+    before, rest = page.split(f"{begin}\n")
+    return f"{before}{begin}\n{block}{END}{rest.partition(END)[2]}"
+
+
+def pages(by_length: dict, steps: dict) -> dict[Path, str]:
+    """The pages with their tables: path -> Markdown."""
+    schemes = with_block(PAGE.read_text(encoding="utf-8"), table(by_length[PROMPT]))
+    return {
+        PAGE: with_block(schemes, length_table(by_length), BEGIN_LENGTHS),
+        README: with_block(README.read_text(encoding="utf-8"), short_table(by_length, steps)),
+    }
+
+
+def all_lengths() -> dict:
+    """The stored results: tokens of the prompt -> text -> scheme -> measurements."""
+    return {PROMPT: stored(RESULTS)} | {int(prompt): found for prompt, found in stored(LENGTHS).items()}
+
+
+def stored(path: Path) -> dict:
+    """What ``path`` holds as JSON; nothing if there is no such file yet."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def store(found: dict, path: Path) -> None:
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("schemes", nargs="*", help=f"schemes to measure, of {', '.join(SCHEMES)}; default none")
     parser.add_argument("--all", action="store_true", help="measure every scheme of the table")
+    parser.add_argument("--lengths", action="store_true", help=f"measure {', '.join(BY_LENGTH)} by length")
     parser.add_argument("--steps", nargs="+", type=Path, default=[], metavar="FILE", help="of decode_e2e.py --json")
     args = parser.parse_args()
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    steps = merged(json.loads(STEPS.read_text(encoding="utf-8")) if STEPS.exists() else {}, args.steps)
-    if chosen := list(SCHEMES) if args.all else args.schemes:
-        results = measure(chosen, results)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    results, steps = all_lengths(), merged(stored(STEPS), args.steps)
+    everything = SCHEMES if args.all else BY_LENGTH if args.lengths else ()
+    if chosen := args.schemes or list(everything):
+        for prompt, found in measure(chosen, PROMPTS if args.lengths else PROMPTS[:1]):
+            results[prompt] = updated(results.get(prompt, {}), found)
+            store(results[PROMPT], RESULTS)
+            store({length: rows for length, rows in results.items() if length != PROMPT}, LENGTHS)
     if args.steps:
-        STEPS.write_text(json.dumps(steps, indent=1) + "\n", encoding="utf-8")
-    draw(results, PICTURE)
-    for page, block in ((PAGE, table(results)), (README, short_table(results, steps))):
-        page.write_text(with_block(page.read_text(encoding="utf-8"), block), encoding="utf-8")
+        store(steps, STEPS)
+    draw(results[PROMPT], PICTURE)
+    draw_lengths(results, LENGTHS_PICTURE)
+    for page, text in pages(results, steps).items():
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

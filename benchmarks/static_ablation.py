@@ -42,7 +42,8 @@ def equal_bits(per: str):
                 found[layer] = tuple(divided([cost], config.bits)[0] for cost in costs)
             else:
                 found[layer] = tuple(torch.stack([divided([h], config.bits)[0] for h in cost]) for cost in costs)
-        return found
+        steps = {layer: tuple(torch.ones(each.shape) for each in both) for layer, both in found.items()}
+        return found, steps  # nothing here is entropy coded, so steps do not matter
 
     return fill
 

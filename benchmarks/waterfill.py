@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpass import calibrate, models, schemes
+from kvpass.calibration.default_texts import reading_for
 from kvpass.calibration.water_filling import ONE_IN, Statistics, add_text, find_turns, repeating, share_out
-from kvpass.cli.calibrate import sequences as spread
 from kvpass.eval import bits_at, quality, texts
 from kvpass.layout.retention import Recent, Sinks
 from kvpass.models.probe import calibrated_layers, probe
@@ -29,7 +29,6 @@ from kvpass.schemes.calibrated import Calibration, describe
 
 LONG = 8192  # tokens of the caches whose bits are reported
 CALIBRATED, LENGTH, SKIPPED = 8, 1024, 4096  # sequences per text, their tokens, and the scored tokens before them
-SHARED = 0, 4, 768, True  # skip, count, length and spread, where a calibration sets bit widths
 RIVALS = "kivi", "kivi-sinks", "kivi-3", "kivi-4", "squat", "higgs-sinks", "higgs-3"
 
 
@@ -94,7 +93,8 @@ def statistics_of(model, tokenizer) -> list[Part]:
     """What `kvpass.calibrate` gathers for `waterfill-static` from the texts that come with kvpass, by sequence."""
     config, generator = schemes.get("waterfill-static"), torch.Generator().manual_seed(0)
     layers = {i: own for i, own in calibrated_layers(config, probe(model)).items() if isinstance(own, LayerGeometry)}
-    data = [(name, i, ids) for name in texts.to_calibrate() for i, ids in enumerate(spread(tokenizer, name, *SHARED))]
+    reading = reading_for(config)
+    data = [(name, i, ids) for name in reading.sources for i, ids in enumerate(reading.of_text(tokenizer, name))]
     turns, parts = find_turns(model, layers, data[0][2][None, :16]), []
     for number, (name, i, ids) in enumerate(data):
         for repeated in (False, True)[: 1 + (number % ONE_IN == 0)]:

@@ -150,7 +150,7 @@ def _apply(
         calibration.check(model, layers)
     elif config.needs_calibration:
         raise KVPassError(
-            f"{config.name!r} must be calibrated on the model first: calibration = kvpass.calibrate(model, ids, "
+            f"{config.name!r} must be calibrated on the model first: calibration = kvpass.calibrate(model, tokenizer, "
             f"{config.name!r}), then kvpass.apply(model, calibration)."
         )
     predictors = {} if calibration is None else calibration.predictors

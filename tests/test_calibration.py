@@ -9,12 +9,18 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import kvpass
-from kvpass import KVPassError
+from kvpass import KVPassError, schemes
+from kvpass.calibration import default_texts
 from kvpass.calibration import fit as fitting
 from kvpass.calibration.datatypes import collect_gradients, rope_between
+from kvpass.calibration.default_texts import reading_for
+from kvpass.calibration.own_words import TOKENS, own_words
 from kvpass.cli.shared import scheme as cli_scheme
 from kvpass.codec.predictor import matrix
 from kvpass.codec.rope import rotate
@@ -165,6 +171,44 @@ def assert_same(a: Calibration, b: Calibration):
     for layer in b.predictors:
         for mine, theirs in zip(a.predictors[layer], b.predictors[layer], strict=True):
             assert len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+
+
+SHARED_OUT = dict(scheme="waterfill-static", residual=32, recent=32)
+
+
+@torch.no_grad()
+def test_without_data_a_model_is_calibrated_on_what_it_writes():
+    model, state = llama(layers=2), torch.random.get_rng_state()
+    model.lm_head.weight *= 20  # far from uniform
+    texts = own_words(model)
+    assert [ids.shape for ids in texts] == [(512,)] * 8 and torch.equal(torch.random.get_rng_state(), state)
+    for text in torch.cat(texts).view(-1, TOKENS)[:4]:
+        chances = model(text[None]).logits[0, :-1].log_softmax(-1)
+        assert chances[range(TOKENS - 1), text[1:]].mean() > chances.mean() + 1  # not written at random
+    found, same = (kvpass.calibrate(model, ids, SHARED_OUT, progress=False) for ids in (None, texts))
+    assert_same(found, same)
+
+
+def test_a_model_that_cannot_write_needs_token_ids():
+    with pytest.raises(KVPassError, match=r"pass token ids"):
+        own_words(torch.nn.Linear(2, 2))
+
+
+def test_given_a_tokenizer_the_texts_that_come_with_kvpass_are_read(monkeypatch):
+    monkeypatch.setattr(default_texts.texts, "read", lambda source: f"{source} " * 4000)
+    words = {name: number for number, name in enumerate(["<unk>", *default_texts.texts.to_calibrate()])}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "<unk>")), unk_token="<unk>")
+    tokenizer.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
+    sequences = reading_for(schemes.get("waterfill")).sequences(tokenizer)
+    assert [ids.unique().tolist() for ids in sequences] == [[i] for i in range(1, len(words)) for _ in range(4)]
+    model = llama(layers=2)
+    found, same = (kvpass.calibrate(model, data, SHARED_OUT, progress=False) for data in (tokenizer, sequences))
+    assert_same(found, same)
+
+
+def test_a_reading_shorter_than_a_sequence_is_refused():
+    with pytest.raises(KVPassError, match="less than one sequence"):
+        dataclasses.replace(reading_for(schemes.get("aqua")), tokens=1000)
 
 
 def test_keys_with_a_bias_are_centred_in_the_first_layer():

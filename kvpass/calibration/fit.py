@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from .. import schemes
 from ..codec import CodecSpec, dequantize_pages, quantize_pages
@@ -43,7 +44,9 @@ from ..schemes import (
 from ..schemes.calibrated import Calibration, describe
 from .collect import Collected, collect, digest
 from .datatypes import fit_datatypes
+from .default_texts import reading_for
 from .energy import measure_energy
+from .own_words import own_words
 from .regression import Moments, fit
 from .water_filling import find_turns, measure, passes, share_out
 
@@ -58,15 +61,15 @@ Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
 @torch.no_grad()
 def calibrate(
     model: nn.Module,
-    data: Tensor | Sequence[Tensor],
-    scheme: str | dict[str, Any] | SchemeConfig = "aqua",
+    data: Tensor | Sequence[Tensor] | PreTrainedTokenizerBase | None = None,
+    scheme: str | dict[str, Any] | SchemeConfig = "waterfill",
     *,
     work: str | Path | None = None,
     progress: bool = True,
 ) -> Calibration:
-    """Calibrate ``scheme`` on ``model``: fit predictors (AQUA-KV) or datatypes (KVQuant), choose bit widths
-    ("waterfill-static", which "waterfill" stands for here, and "waterfill-hybrid"), or measure queries (QAQ). The model
-    is not changed.
+    """Calibrate ``scheme`` on ``model``: choose bit widths ("waterfill-static", which "waterfill" stands for here, and
+    "waterfill-hybrid"), fit predictors (AQUA-KV) or datatypes (KVQuant), or measure queries (QAQ). The model is not
+    changed.
 
     The model runs over the data once. Predictors are then fitted layer by layer to sums over all tokens, so memory use
     does not depend on their number. Keys and values are stored on disk, ``4 * H_kv * D`` bytes per token and layer.
@@ -74,7 +77,9 @@ def calibrate(
 
     data: token ids, ``[N, S]``, or a list of ``[S]`` or ``[1, S]``, of text like the model's later input; at least 2
         sequences. Every eighth one is held out to measure what predictors explain. Ten thousand tokens are enough for a
-        small model.
+        small model. Given the model's tokenizer instead, it reads texts that come with kvpass and Python
+        (`calibration.default_texts`); given nothing, 4,096 tokens that the model writes itself
+        (`calibration.own_words`).
     scheme: one that takes calibration. AQUA-KV and "kvquant-calibrated" require it; QAQ can also use the queries of
         each prompt.
     work: a folder to resume an interrupted calibration from, and to reuse its keys and values for another scheme; they
@@ -98,6 +103,10 @@ def calibrate(
             "Calibration does not support encoder-decoders: use a scheme that needs none, such as 'kivi'."
         )
     _refuse_unequal(layers)
+    if data is None:
+        data = own_words(model)
+    elif isinstance(data, PreTrainedTokenizerBase):
+        data = reading_for(config).sequences(data)
     described, sequences = describe(model, layers), _sequences(data, config, model)
     if isinstance(config, QAQConfig):
         with bar("queries", len(sequences), "sequence", progress) as seen:

@@ -16,6 +16,7 @@ _DIRECTIONS = ((1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1), (0, 
 _DISTANCES = (6, 12, 20, 30, 42)  # between a label and its point, in typographic points
 _NEAR = 8
 _SAMPLES = 30  # points along each line at which a label would cover it
+_COLORS = 10  # of matplotlib's cycle
 _SHOWN = 1e-6  # nats; anything smaller is rounding error, and has no place on a logarithmic axis
 
 
@@ -145,6 +146,31 @@ def _obstacles(panel: Any, rows: Sequence[Point]) -> list[tuple[float, float]]:
 def _below(row: Point) -> float:
     """The lower half of an interval; one that reaches 0 would have no end on a logarithmic axis."""
     return min(row.error, 0.9 * row.kl)
+
+
+def by_length(results: Mapping[str, Mapping[str, Mapping[int, float]]], path: Path, title: str) -> None:
+    """Plot mean KL against the number of tokens before the scored ones, one panel per text and one line per scheme, to
+    an SVG or PNG file. Raises `KVPassError` without matplotlib.
+
+    results: text -> scheme -> tokens -> mean divergence in nats.
+    """
+    check_plot(path)
+    with _figure(path, 1, len(results), figsize=(1 + 5.5 * len(results), 5), sharey=True) as (figure, panels):
+        first = next(iter(results.values()))
+        names = sorted(first, key=lambda name: -max(first[name].values()))  # the legend's order is that of the lines
+        for panel, (text, schemes) in zip(panels[0], results.items(), strict=True):
+            for place, name in enumerate(names):
+                kl, dashes = schemes[name], "-" if place < _COLORS else "--"
+                color = f"C{place % _COLORS}"
+                panel.plot(list(kl), list(kl.values()), "o", ms=3, lw=1, ls=dashes, color=color, label=name)
+            panel.set(title=text, xlabel="tokens of the prompt", xscale="log", yscale="log")
+            ticks = sorted({tokens for kl in schemes.values() for tokens in kl})
+            panel.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks])
+            panel.minorticks_off()
+            panel.grid(which="major", lw=0.3)
+        panels[0][0].set_ylabel("mean KL to full precision, nats")
+        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+        figure.suptitle(title)
 
 
 def lines(series: Mapping[str, Sequence[float | None]], path: Path, title: str, ylabel: str) -> None:
