@@ -74,6 +74,8 @@ ROWS = {
     "hybrid": dict(scheme="waterfill-hybrid"),
     **{f"static, {bits} bits": dict(scheme="waterfill-static", bits=bits) for bits in (1.6, 1.8, 2.2, 2.82)},
     **{f"hybrid, {bits} bits": dict(scheme="waterfill-hybrid", bits=bits) for bits in (1.73, 2.2, 2.75)},
+    "static, on its own words": dict(scheme="waterfill-static"),
+    "hybrid, on its own words": dict(scheme="waterfill-hybrid"),
     **{name: dict(scheme=name) for name in RIVALS},
     "kivi, the same tokens exact": dict(scheme="kivi", retention=Sinks(4) + Recent(128, page_size=32)),
     "kivi-3, the same tokens exact": dict(scheme="kivi-3", retention=Sinks(4) + Recent(128, page_size=32)),
@@ -114,12 +116,15 @@ def merged(parts: Sequence[Part]) -> dict[int, Statistics]:
 
 
 def calibrated(model, tokenizer, rows: Mapping[str, str | dict[str, Any]]) -> dict[str, Any]:
-    """The scheme of each row; those that need it are calibrated on the texts that come with kvpass."""
+    """The scheme of each row; those that need it are calibrated on the texts that come with kvpass, or on what the
+    model writes."""
     found: dict[str, Any] = {name: schemes.get(scheme) for name, scheme in rows.items()}
     statistics = None
     with tempfile.TemporaryDirectory() as work:
         for name, config in found.items():
-            if isinstance(config, schemes.CalibratedWaterfillConfig):
+            if name.endswith("on its own words"):
+                found[name] = calibrate(model, scheme=config)
+            elif isinstance(config, schemes.CalibratedWaterfillConfig):
                 statistics = statistics or merged(statistics_of(model, tokenizer))
                 described = describe(model, {index: own.layer for index, own in statistics.items()})
                 found[name] = Calibration(*share_out(statistics, config), described, {}, {})

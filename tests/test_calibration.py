@@ -391,7 +391,7 @@ def test_the_same_weights_in_another_dtype_are_the_same_model(calibrated):
 
 
 def test_a_scheme_without_its_calibration_says_what_to_do():
-    with pytest.raises(KVPassError, match=r"kvpass.calibrate\(model, ids, 'aqua'\)"):
+    with pytest.raises(KVPassError, match=r"kvpass.calibrate\(model, tokenizer, 'aqua'\)"):
         kvpass.apply(llama(), "aqua")
 
 

@@ -83,7 +83,7 @@ WRONG = [
     (["recommend", "--bits", "0.5", "--schemes", "kivi,kivi-4"], "the smallest, kivi, takes"),
     (["needle", "--lengths", "40"], "leaves"),
     (["calibrate", "--scheme", "kivi"], "needs no calibration"),
-    (["calibrate", "--tokens", "10"], "is less than one sequence"),
+    (["calibrate", "--tokens", "10"], "are less than one sequence"),
     (["explain", "--scheme", "rtn+nonsense"], "Unknown policy"),
 ]
 

@@ -56,13 +56,12 @@ def readme(monkeypatch):
 
 
 def test_tables_of_figures_match_the_stored_results(readme):
-    """After a change of docs/results.json or benchmarks/results/steps-cpu.json: ``python benchmarks/readme.py``."""
-    results = json.loads(readme.RESULTS.read_text(encoding="utf-8"))
-    steps = json.loads(readme.STEPS.read_text(encoding="utf-8"))
-    assert {name for rows in results.values() for name in rows} <= set(readme.SCHEMES)
-    for page, block in ((readme.PAGE, readme.table(results)), (readme.README, readme.short_table(results, steps))):
-        text = page.read_text(encoding="utf-8")
-        assert text == readme.with_block(text, block), page
+    """After a change of docs/results.json, docs/lengths.json or benchmarks/results/steps-cpu.json:
+    ``python benchmarks/readme.py``."""
+    results = readme.all_lengths()
+    assert {name for texts in results.values() for rows in texts.values() for name in rows} <= set(readme.SCHEMES)
+    for page, text in readme.pages(results, readme.stored(readme.STEPS)).items():
+        assert page.read_text(encoding="utf-8") == text, page
 
 
 def test_the_picture_names_every_measured_scheme_and_is_small_enough_to_keep(readme):
@@ -74,12 +73,20 @@ def test_the_picture_names_every_measured_scheme_and_is_small_enough_to_keep(rea
     assert picture == readme.compact(picture) and len(picture.splitlines()) < 1000
 
 
+def test_the_picture_of_lengths_names_its_schemes_and_is_small_enough_to_keep(readme):
+    """After a change of docs/lengths.json: ``python benchmarks/readme.py``."""
+    picture = readme.LENGTHS_PICTURE.read_text(encoding="utf-8")
+    for name in (*readme.BY_LENGTH, *readme.all_lengths()[readme.PROMPT]):
+        assert picture.count(f">{name}</text>") == 1, name
+    assert picture == readme.compact(picture) and len(picture.splitlines()) < 1000
+
+
 def test_decode_times_in_the_readme_come_from_the_benchmark(readme, tmp_path):
     written = {"arguments": {"scheme": "kivi-4"}, "seconds": {"4096": {"default": 0.1, "kivi-4": 0.09, "hqq": 0.2}}}
     (tmp_path / "step.json").write_text(json.dumps(written), encoding="utf-8")
     steps = readme.merged({"kivi": {"4096": 1.25}}, [tmp_path / "step.json"])
     assert steps == {"kivi": {"4096": 1.25}, "kivi-4": {"4096": pytest.approx(0.9)}}
-    rows = readme.short_table(json.loads(readme.RESULTS.read_text(encoding="utf-8")), steps).splitlines()
+    rows = readme.short_table(readme.all_lengths(), steps).splitlines()
     found = {row.split(" | ")[0].strip("| `"): row.split(" | ")[-1].strip("| ") for row in rows[2:]}
     assert found["kivi"] == "25 % longer" and found["kivi-4"] == "10 % shorter" and found["higgs"] == "not measured"
 
