@@ -493,6 +493,13 @@ def test_shares_that_do_not_fit_are_refused(models):
     made = type(calibration)
     with pytest.raises(KVPassError, match="shares of the heads of layer 1"):
         made(calibration.scheme, tensors, calibration.model, {}, {})
+    share[0, 0, -1] -= 1
+    steps = tensors[1][1][
+        of_model(calibration.scheme.plan(LayerGeometry(1, 1, 2, 32, torch.float32, CPU)).value).index("steps")
+    ]
+    steps[0, 0, 0, 0] = 0
+    with pytest.raises(KVPassError, match="Step sizes of layer 1 are not above 0"):
+        made(calibration.scheme, tensors, calibration.model, {}, {})
     with pytest.raises(KVPassError, match="ropes must describe"):
         made(get(calibration.scheme, ropes=("half-16",)), calibration.predictors, calibration.model, {}, {})
 

@@ -26,11 +26,12 @@ def own_words(model: nn.Module) -> list[Tensor]:
         raise KVPassError(
             "This model has no generate() to write texts with: pass token ids, kvpass.calibrate(model, ids)."
         )
-    device, vocabulary = next(model.parameters()).device, model.config.get_text_config().vocab_size
+    writer: Any = model
+    device, vocabulary = next(model.parameters()).device, writer.config.get_text_config().vocab_size
     with _seeded(device):
         first = torch.randint(vocabulary, (WRITTEN, 1)).to(device)
         length = dict(max_new_tokens=TOKENS - 1, min_new_tokens=TOKENS - 1)  # no text ends early
-        written = model.generate(first, attention_mask=torch.ones_like(first), **length, **_SAMPLED, **_NEITHER)
+        written = writer.generate(first, attention_mask=torch.ones_like(first), **length, **_SAMPLED, **_NEITHER)
     return list(written.view(-1, _JOINED * TOKENS))
 
 

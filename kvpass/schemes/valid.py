@@ -166,10 +166,13 @@ def _check_ropes(ropes: tuple[str, ...], geometry: dict[int, tuple[int, int]]) -
 def _check_shares(
     layer: int, both: tuple[list[Tensor], list[Tensor]], scheme: CalibratedWaterfillConfig, head_dim: int
 ) -> None:
-    """Raise `KVPassError` unless each head of ``layer`` has as many bits as its bit widths add up to, and a number of
-    bits that can be packed."""
-    angles = bool(scheme.ropes[layer])
-    for tensors in (both[0][angles:], both[1]):
+    """Raise `KVPassError` unless each head of ``layer`` has as many bits as its bit widths add up to, a number of bits
+    that can be packed, and step sizes above 0."""
+    angles, plan = bool(scheme.ropes[layer]), scheme._plan(head_dim, head_dim, scheme.ropes[layer])
+    for spec, tensors in zip((plan.key, plan.value), (both[0][angles:], both[1]), strict=True):
+        steps = dict(zip(of_model(spec), tensors, strict=True)).get("steps")
+        if steps is not None and not (steps > 0).all():
+            raise KVPassError(f"Step sizes of layer {layer} are not above 0.")
         share = next(tensor for tensor in tensors if tensor.dtype == torch.int32)
         widths = next((tensor for tensor in tensors if tensor.dtype == torch.uint8), None)
         counts, most = share.diff(dim=-1), torch.tensor([PAIRS * head_dim, head_dim, 1]).view(1, 3, 1)
