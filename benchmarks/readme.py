@@ -3,8 +3,8 @@
 
 Scores the named schemes on SmolLM2-135M-Instruct as `kvpass eval --context 1280 --score 256` does, merges the results
 into docs/results.json, and generates the tables and the pictures from it. Schemes that cannot be scored in one pass are
-decoded token by token, which takes minutes each. --lengths also scores them after longer prompts, which takes two hours
-for all of its schemes, and merges these results into docs/lengths.json. Decode times are read from
+decoded token by token, which takes minutes each. --lengths also scores them after longer prompts, which takes an hour
+and a half for all of its schemes, and merges these results into docs/lengths.json. Decode times are read from
 benchmarks/results/steps-cpu.json; --steps merges files that `benchmarks/decode_e2e.py --lengths 512,4096 --threads 2
 --scheme SCHEME --json FILE` wrote.
 """

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,8 +203,15 @@ def test_given_a_tokenizer_the_texts_that_come_with_kvpass_are_read(monkeypatch)
     sequences = reading_for(schemes.get("waterfill")).sequences(tokenizer)
     assert [ids.unique().tolist() for ids in sequences] == [[i] for i in range(1, len(words)) for _ in range(4)]
     model = llama(layers=2)
-    found, same = (kvpass.calibrate(model, data, SHARED_OUT, progress=False) for data in (tokenizer, sequences))
-    assert_same(found, same)
+    given = tokenizer, SimpleNamespace(tokenizer=tokenizer), sequences  # the second one is like a processor
+    *found, same = (kvpass.calibrate(model, data, SHARED_OUT, progress=False) for data in given)
+    for each in found:
+        assert_same(each, same)
+
+
+def test_texts_have_to_be_tokenized():
+    with pytest.raises(KVPassError, match="token ids, not text"):
+        kvpass.calibrate(llama(layers=2), ["some text", "and more"], SHARED_OUT)
 
 
 def test_a_reading_shorter_than_a_sequence_is_refused():

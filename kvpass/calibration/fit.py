@@ -105,8 +105,8 @@ def calibrate(
     _refuse_unequal(layers)
     if data is None:
         data = own_words(model)
-    elif isinstance(data, PreTrainedTokenizerBase):
-        data = reading_for(config).sequences(data)
+    elif isinstance(tokenizer := getattr(data, "tokenizer", data), PreTrainedTokenizerBase):  # also of a processor
+        data = reading_for(config).sequences(tokenizer)
     described, sequences = describe(model, layers), _sequences(data, config, model)
     if isinstance(config, QAQConfig):
         with bar("queries", len(sequences), "sequence", progress) as seen:
@@ -158,6 +158,8 @@ def _sequences(
     model: nn.Module,
 ) -> list[Tensor]:
     device = next(model.parameters()).device
+    if any(isinstance(ids, str) for ids in data):
+        raise KVPassError("Calibration takes token ids, not text: tokenizer(text, return_tensors='pt').input_ids.")
     sequences = [torch.as_tensor(ids).view(1, -1).to(device) for ids in data]
     if any(ids.is_floating_point() for ids in sequences):
         raise KVPassError(
