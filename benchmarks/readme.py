@@ -35,6 +35,7 @@ BY_LENGTH = (
     "kivi", "kivi-3", "kivi-4", "kivi-sinks", "squat", "higgs", "higgs-3", "waterfill-2", "waterfill", "waterfill-3",
     "waterfill-static", "waterfill-hybrid",
 )  # fmt: skip
+_MISSING = "not measured"
 BEGIN, BEGIN_LENGTHS, END = (f"<!-- {mark} -->" for mark in ("begin: benchmarks/readme.py", "begin: by length", "end"))
 SCHEMES = {
     "kivi": "K per channel, V per token, groups of 32, 2 bits",
@@ -131,7 +132,10 @@ def short_table(by_length: dict, steps: dict) -> str:
     rows = [["scheme", f"bits/value at {LONG // 1024}k", *heads, f"decode step at {STEP_AT // 1024}k"]]
     rows.append(["full precision", "32 (float32)", *["0"] * len(by_length), "baseline"])
     for name in IN_README:
-        kl = [f"{fmean(text[name]['kl'] for text in results.values()):.4f}" for results in by_length.values()]
+        kl = [
+            f"{fmean(text[name]['kl'] for text in results.values()):.4f}" if name in _first(results) else _MISSING
+            for results in by_length.values()
+        ]
         rows.append([f"`{name}`", _long(_first(_first(by_length))[name]), *kl, _step(steps.get(name, {}))])
     return _markdown(rows, words=1)
 
@@ -141,7 +145,11 @@ def length_table(by_length: dict) -> str:
     heads = [f"{text}: KL after {prompt:,}" for text in _first(by_length) for prompt in by_length]
     rows = [["scheme", f"bits/value at {LONG // 1024}k", *heads]]
     for name in BY_LENGTH:
-        kl = [_cells(results[text][name])[0] for text in _first(by_length) for results in by_length.values()]
+        kl = [
+            _cells(results[text][name])[0] if name in results[text] else _MISSING
+            for text in _first(by_length)
+            for results in by_length.values()
+        ]
         rows.append([f"`{name}`", _long(_first(_first(by_length))[name]), *kl])
     return _markdown(rows, words=1)
 
@@ -163,7 +171,7 @@ def _long(row: dict) -> str:
 
 def _step(ratios: dict) -> str:
     if (ratio := ratios.get(str(STEP_AT))) is None:
-        return "not measured"
+        return _MISSING
     return f"{abs(1 - ratio):.0%} {'shorter' if ratio < 1 else 'longer'}".replace("%", " %")
 
 
@@ -184,7 +192,10 @@ def draw(results: dict, path: Path) -> None:
 def draw_lengths(results: dict, path: Path) -> None:
     """Mean KL by length of the prompt."""
     found = {
-        text: {name: {prompt: rows[text][name]["kl"] for prompt, rows in results.items()} for name in BY_LENGTH}
+        text: {
+            name: {prompt: rows[text][name]["kl"] for prompt, rows in results.items() if name in rows[text]}
+            for name in BY_LENGTH
+        }
         for text in _first(results)
     }
     plot.by_length(found, path, f"SmolLM2-135M-Instruct, {SCORE} tokens after prompts of three lengths")

@@ -103,10 +103,6 @@ def calibrate(
             "Calibration does not support encoder-decoders: use a scheme that needs none, such as 'kivi'."
         )
     _refuse_unequal(layers)
-    if data is None:
-        data = own_words(model)
-    elif isinstance(tokenizer := getattr(data, "tokenizer", data), PreTrainedTokenizerBase):  # also of a processor
-        data = reading_for(config).sequences(tokenizer)
     described, sequences = describe(model, layers), _sequences(data, config, model)
     if isinstance(config, QAQConfig):
         with bar("queries", len(sequences), "sequence", progress) as seen:
@@ -153,14 +149,20 @@ def _refuse_unequal(layers: dict[int, LayerGeometry | str]) -> None:
 
 
 def _sequences(
-    data: Tensor | Sequence[Tensor],
+    data: Tensor | Sequence[Tensor] | PreTrainedTokenizerBase | None,
     config: AquaKVConfig | CalibratedKVQuantConfig | CalibratedWaterfillConfig | QAQConfig,
     model: nn.Module,
 ) -> list[Tensor]:
     device = next(model.parameters()).device
-    if any(isinstance(ids, str) for ids in data):
+    if data is None:
+        given: Any = own_words(model)
+    else:
+        given = getattr(data, "tokenizer", data)  # of a processor
+        if isinstance(given, PreTrainedTokenizerBase):
+            given = reading_for(config).sequences(given)
+    if any(isinstance(ids, str) for ids in given):
         raise KVPassError("Calibration takes token ids, not text: tokenizer(text, return_tensors='pt').input_ids.")
-    sequences = [torch.as_tensor(ids).view(1, -1).to(device) for ids in data]
+    sequences = [torch.as_tensor(ids).view(1, -1).to(device) for ids in given]
     if any(ids.is_floating_point() for ids in sequences):
         raise KVPassError(
             "Calibration takes integer token ids, not floats: tokenizer(text, return_tensors='pt').input_ids."
