@@ -186,7 +186,7 @@ def draw(results: dict, path: Path) -> None:
         for text, rows in results.items()
     }
     plot.pareto(points, path, f"SmolLM2-135M-Instruct, {SCORE} tokens after a prompt of {PROMPT:,}")
-    path.write_text(compact(path.read_text(encoding="utf-8")), encoding="utf-8")
+    shrink(path)
 
 
 def draw_lengths(results: dict, path: Path) -> None:
@@ -199,7 +199,11 @@ def draw_lengths(results: dict, path: Path) -> None:
         for text in _first(results)
     }
     plot.by_length(found, path, f"SmolLM2-135M-Instruct, {SCORE} tokens after prompts of three lengths")
-    path.write_text(compact(path.read_text(encoding="utf-8")), encoding="utf-8")
+    shrink(path)
+
+
+def shrink(picture: Path) -> None:
+    picture.write_text(compact(picture.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def compact(svg: str) -> str:

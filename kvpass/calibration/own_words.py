@@ -11,8 +11,9 @@ from ..errors import KVPassError
 
 WRITTEN, TOKENS = 32, 128  # texts that are sampled in one batch, and their tokens
 _JOINED = 4  # texts per sequence
-_SAMPLED: dict[str, Any] = dict(do_sample=True, num_beams=1, temperature=1.0, top_k=0, top_p=1.0)
-_NEITHER = dict(repetition_penalty=1.0, no_repeat_ngram_size=0)  # changes what the model itself would write
+_SAMPLED: dict[str, Any] = dict(  # from the model's own distribution, whatever its generation config says
+    do_sample=True, num_beams=1, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, no_repeat_ngram_size=0
+)
 
 
 @torch.no_grad()
@@ -31,7 +32,7 @@ def own_words(model: nn.Module) -> list[Tensor]:
     with _seeded(device):
         first = torch.randint(vocabulary, (WRITTEN, 1)).to(device)
         length = dict(max_new_tokens=TOKENS - 1, min_new_tokens=TOKENS - 1)  # no text ends early
-        written = writer.generate(first, attention_mask=torch.ones_like(first), **length, **_SAMPLED, **_NEITHER)
+        written = writer.generate(first, attention_mask=torch.ones_like(first), **length, **_SAMPLED)
     return list(written.view(-1, _JOINED * TOKENS))
 
 

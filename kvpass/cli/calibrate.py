@@ -47,8 +47,7 @@ def run(args: argparse.Namespace) -> None:
     out = Path(args.out or f"kvpass-{args.scheme}").expanduser()
     if not config.takes_calibration:
         raise KVPassError(f"{args.scheme!r} needs no calibration: apply it directly.")
-    given = {name: getattr(args, name) for name in ("tokens", "length", "skip")}
-    given["sources"] = names(args.text) if args.text else None
+    given = dict(sources=args.text and names(args.text), tokens=args.tokens, length=args.length, skip=args.skip)
     reading = replace(reading_for(config), **{name: value for name, value in given.items() if value is not None})
     model, tokenizer = models.load(args.model, say=say)
     data = reading.sequences(tokenizer)

@@ -170,11 +170,10 @@ def _check_shares(
     that can be packed, and step sizes above 0."""
     angles, plan = bool(scheme.ropes[layer]), scheme._plan(head_dim, head_dim, scheme.ropes[layer])
     for spec, tensors in zip((plan.key, plan.value), (both[0][angles:], both[1]), strict=True):
-        steps = dict(zip(of_model(spec), tensors, strict=True)).get("steps")
-        if steps is not None and not (steps > 0).all():
+        named = dict(zip(of_model(spec), tensors, strict=True))
+        if "steps" in named and not (named["steps"] > 0).all():
             raise KVPassError(f"Step sizes of layer {layer} are not above 0.")
-        share = next(tensor for tensor in tensors if tensor.dtype == torch.int32)
-        widths = next((tensor for tensor in tensors if tensor.dtype == torch.uint8), None)
+        share, widths = named["share"], named.get("widths")
         counts, most = share.diff(dim=-1), torch.tensor([PAIRS * head_dim, head_dim, 1]).view(1, 3, 1)
         fits = not share[..., 0].any() and bool(((counts >= 0) & (counts <= most)).all())
         if widths is not None:
