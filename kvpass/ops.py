@@ -12,7 +12,7 @@ append_      Store ``x`` after the ``length`` tokens already stored, and pack th
              ``importance`` and the ``scores`` of this call determine which tokens are evicted, and ``slots`` passes the
              decision to appends without ``importance``.
 append_layers_  `append_` for the keys, or the values, of several independent layers on one device. ``states`` is the
-             concatenation of their states; ``q`` and ``key_pages`` have one tensor per layer.
+             concatenation of their states, and ``keys`` of theirs; ``q`` has one tensor per layer.
 dequantize   Return all stored tokens, ``[B, H_kv, n, D]``, in token order. ``starts`` is not used here: it is for the
              ``attend`` that a graph pass substitutes.
 attend       Attention of ``q`` over the stored past and the full-precision tokens of the call, ``k_new`` and ``v_new``.
@@ -36,8 +36,8 @@ append_rotary_  Store the rotary tables ``[B or 1, S, p]`` of the call after tho
 Keys with page-relative RoPE are appended, dequantized and attended to with their tables ``cos``, ``sin`` and their
 ``rope``. `append_rotary_` has to run first.
 
-Values that reuse the token selection of their keys (`codec.allocation`) are appended with ``key_pages``, the first page
-tensor of the keys, or its handle. The keys have to be appended first.
+Values that reuse the token selection of their keys (`codec.allocation`) are appended with ``keys``: the first page
+tensor of the keys, or its handle, and the tensors that `Codec.from_keys` names. The keys have to be appended first.
 
 Specs with per-token bit widths (`codec.adaptive`) dequantize with ``planes``: one tensor with the bit planes of all
 states, and the places of this state's planes. Their ``append_`` writes the tokens that leave the window to
@@ -85,12 +85,12 @@ _library.define(
     "append_(Tensor(a!)[] state, Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, "
     'str lowering="auto", Tensor(b!)? edge=None, Tensor? same_layer_keys=None, Tensor[]? predictor=None, '
     "Tensor(c!)? importance=None, Tensor[]? scores=None, Tensor(d!)? slots=None, Tensor(e!)? originals=None, "
-    'Tensor? cos=None, Tensor? sin=None, str rope="", Tensor? key_pages=None) -> ()',
+    'Tensor? cos=None, Tensor? sin=None, str rope="", Tensor[]? keys=None) -> ()',
     tags=_OF_A_LENGTH,
 )
 _library.define(
     'append_layers_(Tensor(a!)[] states, Tensor length, Tensor[] x, str spec, str lowering="auto", Tensor[]? q=None, '
-    'Tensor? mask=None, Tensor? cos=None, Tensor? sin=None, str rope="", Tensor[]? key_pages=None) -> ()',
+    'Tensor? mask=None, Tensor? cos=None, Tensor? sin=None, str rope="", Tensor[]? keys=None) -> ()',
     tags=_OF_A_LENGTH,
 )
 _library.define(
@@ -136,10 +136,10 @@ def _append_(
     lowering: str = "auto", edge: Tensor | None = None, same_layer_keys: Tensor | None = None,
     predictor: _Tensors | None = None, importance: Tensor | None = None, scores: _Tensors | None = None,
     slots: Tensor | None = None, originals: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
-    rope: str = "", key_pages: Tensor | None = None,
+    rope: str = "", keys: _Tensors | None = None,
 ) -> None:  # fmt: skip
     dispatch, parsed = DispatchKey("append_", x.device.type, (spec,), head_dim=x.shape[-1]), parse(spec)
-    pack = _with_page_tables(_opened(state, parsed)._replace(key_pages=key_pages), parsed, cos, sin, rope)
+    pack = _with_page_tables(_opened(state, parsed).beside(keys or (), parsed), parsed, cos, sin, rope)
     call = AppendCall(
         pack, _stored(length, parsed), x, parsed, length, q, mask, edge, same_layer_keys, predictor or (), importance,
         scores or (), slots, originals,
@@ -153,12 +153,13 @@ def _stored(length: Tensor, spec: CodecSpec) -> int:
 
 
 def _opened(state: _Tensors, spec: CodecSpec) -> Pack:
-    """The `Pack` of ``state``. If the page size varies by layer, handles are replaced by pools, because a handle does
-    not know the page size."""
+    """The `Pack` of ``state``. If a page holds all heads of a layer, handles are replaced by pools, because a handle
+    does not know the page size."""
     pack = Pack.of(state, spec)
-    size = spec.codec.page_bytes(pack.fitted, spec)
-    if size is None:
+    if not spec.codec.whole_layer:
         return pack
+    _, heads, _, head_dim = pack.ring.shape
+    size = spec.codec.page_bytes(pack.fitted, heads, head_dim, spec)
     return pack._replace(pools=tuple(of_pages(pool, len(pack.ring), size) for pool in pack.pools))
 
 
@@ -174,14 +175,15 @@ def _with_page_tables(pack: Pack, spec: CodecSpec, cos: Tensor | None, sin: Tens
 def _append_layers_(
     states: _Tensors, length: Tensor, x: _Tensors, spec: str, lowering: str = "auto", q: _Tensors | None = None,
     mask: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None, rope: str = "",
-    key_pages: _Tensors | None = None,
+    keys: _Tensors | None = None,
 ) -> None:  # fmt: skip
     run = select(DispatchKey("append_layers_", x[0].device.type, (spec,), head_dim=x[0].shape[-1]), lowering).run
     parsed, each = parse(spec), len(states) // len(x)
     parts = (states[i : i + each] for i in range(0, len(states), each))
     packs = [_with_page_tables(_opened(part, parsed), parsed, cos, sin, rope) for part in parts]
-    if key_pages is not None:
-        packs = [pack._replace(key_pages=pages) for pack, pages in zip(packs, key_pages, strict=True)]
+    if keys:
+        of_each = len(keys) // len(x)
+        packs = [pack.beside(keys[i * of_each : (i + 1) * of_each], parsed) for i, pack in enumerate(packs)]
     run(AppendLayersCall(packs, _stored(length, parsed), x, parsed, length, q, mask))
 
 

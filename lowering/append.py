@@ -15,7 +15,7 @@ from kvpass.codec.pages import dequantize_pages, replace_tokens, share_codes
 from kvpass.codec.predictor import PREDICTORS, predict
 from kvpass.codec.quantizer import RAW
 from kvpass.codec.spec import CodecSpec
-from kvpass.codec.tensors import Pack, of_model, of_pages, of_state
+from kvpass.codec.tensors import Pack, of_pages, of_state
 from kvpass.errors import KVPassError
 from kvpass.layout.eviction import choose, every_second, evict, update_importance
 from kvpass.layout.pool import whole
@@ -125,7 +125,7 @@ def append(quantize: Callable, call: AppendCall, write: Callable = write_each) -
     if spec.quantizer.needs_queries and n == 0 and call.q is None:
         raise KVPassError("This codec is fitted to the prompt's queries: pass q with the first keys.")
     if n == 0:
-        fit_to_queries(pack, call.q, call.mask, x.shape[1], spec)
+        fit_to_queries(pack, call.q, call.mask, x, spec)
     if spec.quantizer.adaptive is not None:
         _stage(call)
         return
@@ -203,13 +203,13 @@ def append_layers(quantize: Callable, call: AppendLayersCall, write: Callable = 
     """Run ``call``, with the result of `append` for each layer.
 
     Pages leave the windows of all layers at the same time, so few calls of ``quantize`` suffice. If the codec is fitted
-    first, or pages leave whose size varies by layer, layers are appended one by one.
+    first, or pages leave that hold all heads of a layer, layers are appended one by one.
     """
     packs, n, xs, spec, length, qs, mask = call
     retention = spec.retention
     first, last = retention.pages(n), retention.pages(n + xs[0].shape[2])
     at_first = bool(spec.codec.sequence(spec)) and (n == 0 or first == 0 < last)
-    pages_differ = bool(of_model(spec)) and (n == 0 or last > first)  # calibrated bit widths: page sizes vary by layer
+    pages_differ = spec.codec.whole_layer and (n == 0 or last > first)  # as do bit widths of heads
     if at_first or pages_differ:
         for pack, x, q in zip(packs, xs, qs or [None] * len(xs), strict=True):
             append(quantize, AppendCall(pack, n, x, spec, length, q, mask), write)

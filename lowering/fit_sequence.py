@@ -1,19 +1,24 @@
 """Fits a state's tensors to a sequence: to the prompt's queries, and to the first tokens that are packed."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from kvpass.codec.center import fit_center
 from kvpass.codec.page_rope import before_rotation, mean_of_tokens, middle, seen_from, to_page_rope
+from kvpass.codec.probes import sampled
 from kvpass.codec.quantizer import Subspace
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.codec.tensors import Pack, of_sequence
+from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout
 
 _GOLDEN = 0.6180339887  # fractional parts of its multiples are evenly spread
 _QUANTILE = 0.9
+_SAMPLES = 64  # queries
 
 
 def not_padding(mask: Tensor, batch: int, tokens: int) -> Tensor:
@@ -37,9 +42,9 @@ def fit_compensation(q: Tensor, mask: Tensor | None, num_key_value_heads: int, s
     return compensation_matrix(precision, subspace.block_size)
 
 
-def fit_to_queries(pack: Pack, q: Tensor | None, mask: Tensor | None, heads: int, spec: CodecSpec) -> None:
-    """Fit the tensors of ``pack`` to the prompt's queries ``[B, H_q, S, D]``, without padding."""
-    fitted, quantizer = pack.fitted, spec.quantizer
+def fit_to_queries(pack: Pack, q: Tensor | None, mask: Tensor | None, x: Tensor, spec: CodecSpec) -> None:
+    """Fit the tensors of ``pack`` to the prompt's queries ``[B, H_q, S, D]``, without padding. x: its keys."""
+    fitted, quantizer, heads = pack.fitted, spec.quantizer, x.shape[1]
     if quantizer.subspace is not None:
         fitted["compensation"].copy_(fit_compensation(q, mask, heads, quantizer.subspace))
     if quantizer.adaptive is not None and quantizer.adaptive.fits_energy:
@@ -48,6 +53,8 @@ def fit_to_queries(pack: Pack, q: Tensor | None, mask: Tensor | None, heads: int
         spec.codec.fit_queries(fitted, *_by_kv_head(_seen(q, pack, spec), mask, heads), spec)
     else:
         spec.codec.fit_queries(fitted, None, None, spec)
+    if spec.codec.needs_concentration and q is not None:
+        fitted["concentration"].copy_(concentration(q, x, mask, spec.retention))
 
 
 def _seen(q: Tensor, pack: Pack, spec: CodecSpec) -> Tensor:
@@ -62,6 +69,38 @@ def _seen(q: Tensor, pack: Pack, spec: CodecSpec) -> Tensor:
         return q
     pages = ((tokens - sinks) // size).clamp(0, known) + 1
     return seen_from(q, pack.page_tables, (pages * (tokens * _GOLDEN % 1)).long(), size)
+
+
+def concentration(q: Tensor, k: Tensor, mask: Tensor | None, retention: Retention) -> Tensor:
+    """How concentrated the attention of a prompt is on tokens that are packed: the sum of their squared weights under
+    an average query, and the mean squared entry of a query, ``[B, H_kv, 1, 2]`` float32.
+
+    A sample of the queries is taken, at even distances and without padding. They see the tokens up to their own, or
+    those that ``mask`` shows. Tokens count that are neither sinks nor in the window of the query.
+
+    q, k: ``[B, H_q, S, D]`` and ``[B, H_kv, S, D]``, as in attention. mask: as in `AppendCall`.
+    """
+    (batch, _, tokens, head_dim), heads = q.shape, k.shape[1]
+    valid = torch.ones(batch, tokens, dtype=torch.bool, device=q.device)
+    if mask is not None:
+        valid = not_padding(mask, batch, tokens)
+    asking = sampled(valid, _SAMPLES)  # [B, Q]
+    index = asking[:, None, :, None]
+    q = q.gather(2, index.expand(-1, q.shape[1], -1, head_dim)).unflatten(1, (heads, -1))
+    at = torch.arange(tokens, device=q.device)
+    seen = at <= index
+    if mask is not None:
+        mask = mask[..., -tokens:].expand(batch, -1, -1, -1)
+        mask = mask.gather(2, index.expand(-1, mask.shape[1], -1, tokens))
+        seen = seen & (mask if mask.dtype == torch.bool else mask == 0)
+    packed = (at >= retention.sinks) & (at < index - retention.residual)
+    found = []
+    for head in range(heads):
+        scores = q[:, head].float() @ k[:, head : head + 1].float().mT / math.sqrt(head_dim)  # [B, H_q / H_kv, Q, T]
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
+        found.append((weights * packed).square().sum(-1).mean((1, 2)))
+    energy = q.float().square().mean((2, 3, 4))
+    return torch.stack([torch.stack(found, 1), energy], -1).unsqueeze(2)
 
 
 def query_energy(q: Tensor, mask: Tensor | None, num_key_value_heads: int) -> Tensor:
@@ -89,7 +128,7 @@ def fit_to_tokens(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) 
         x = x.float() - mean_of_tokens(center, pack.page_tables, size, x.shape[2])
     if valid is not None:
         valid = valid.index_select(1, layout(spec.retention).page_tokens(0, x.shape[2] // size).to(x.device))
-    spec.codec.fit_tokens(pack.fitted, x, valid, spec)
+    spec.codec.fit_tokens({**pack.fitted, **pack.from_keys}, x, valid, spec)
 
 
 def keep_pairs(pack: Pack) -> None:

@@ -4,10 +4,12 @@ channels."""
 import torch
 
 from kvpass.cache.state import ModelTensors
+from kvpass.codec.layer_pages import share_of
 from kvpass.codec.probes import QUERIES
 from kvpass.codec.rope import parse_rope
-from kvpass.codec.shares import WIDEST, Shares, share_of
+from kvpass.codec.shares import Shares
 from kvpass.codec.tensors import of_model
+from kvpass.codec.transform_coding import WIDEST
 
 from common import generator, randn
 

@@ -19,10 +19,11 @@ from kvpass.cache.state import KVState, ModelTensors
 from kvpass.calibration import sensitivity, water_filling
 from kvpass.calibration.water_filling import Statistics, Turn, add_text, find_turns, measure, repeating
 from kvpass.codec import CodecSpec, Quantizer, Shares, Transform, dequantize_pages, parse, quantize_pages
+from kvpass.codec.layer_pages import fields_of, high_precision_masks, share_of
 from kvpass.codec.page_rope import numbered
-from kvpass.codec.shares import WIDEST, divided, fields_of, high_precision_masks, page_bytes, share_of, water_fill
+from kvpass.codec.shares import page_bytes, water_fill
 from kvpass.codec.tensors import of_model
-from kvpass.codec.transform_coding import DISTORTION, STEPS
+from kvpass.codec.transform_coding import DISTORTION, STEPS, WIDEST, divided
 from kvpass.layout.retention import HeavyHitter, Retention
 from kvpass.lowering.cpp import attend_allocated, few_tokens, shares_pages
 from kvpass.lowering.table import DispatchKey, select
@@ -66,7 +67,7 @@ def test_pages_dequantize_as_the_formulas_define(ranked, seed):
     spec = spec_of(ranked=ranked)
     given, x, size = given_of(spec, seed % 1000), mixed(seed % 1000, 2, HEADS, 64, HEAD), 32
     (pages,) = quantize_pages(x, spec, fitted(spec, given))
-    found = dequantize_pages(pages, given["share"], given["basis"], given["widths"], spec)
+    found = dequantize_pages(pages, given["basis"], given["widths"], spec)
     table, distortion = torch.tensor([1.0, *STEPS]).double(), torch.tensor(DISTORTION).double()
     for b, h, n in itertools.product(range(2), range(HEADS), range(2)):
         page = x[b, h, n * size : (n + 1) * size]
@@ -138,8 +139,8 @@ def test_kernels_make_the_same_pages(ranked, adapts, dtype):
         (key_pages,) = quantize_pages(x, spec, tensors + chosen)
         (pages,) = shares_pages.quantize(x, tensors + chosen, spec)
         assert (pages != key_pages).float().mean() < 1e-3  # sums of another order round differently
-        values = shares_pages.dequantize_pages([key_pages, *tensors], spec)
-        torch.testing.assert_close(values, dequantize_pages(key_pages, *tensors, spec), atol=1e-4, rtol=1e-4)
+        values = shares_pages.dequantize_pages([key_pages, *tensors[1:]], spec)
+        torch.testing.assert_close(values, dequantize_pages(key_pages, *tensors[1:], spec), atol=1e-4, rtol=1e-4)
         for op in ("quantize", "dequantize", "append_", "append_layers_"):
             assert select(DispatchKey(op, "cpu", (str(spec),), head_dim=HEAD)).name == shares_pages.NAME
 
@@ -152,7 +153,7 @@ def test_any_bytes_are_dequantized(ranked):
     (pages,) = quantize_pages(mixed(1, 2, HEADS, 64, HEAD), spec, fitted(spec, given))
     for seed in range(8):
         drawn = torch.randint(0, 256, pages.shape, dtype=torch.uint8, generator=generator(seed))
-        found = dequantize_pages(drawn, given["share"], given["basis"], given["widths"], spec)
+        found = dequantize_pages(drawn, given["basis"], given["widths"], spec)
         assert found.shape == (2, HEADS, 64, HEAD)
 
 

@@ -5,8 +5,9 @@ import torch
 from test_shares import states
 from test_triton_fields import DEVICE, assert_is_a_rounding_of_the_reference
 
+from kvpass.codec.layer_pages import high_precision_masks
 from kvpass.codec.pages import quantize_pages
-from kvpass.codec.shares import Shares, high_precision_masks
+from kvpass.codec.shares import Shares
 from kvpass.codec.tensors import of_state
 from kvpass.lowering.triton.quantize_shares import quantize
 from kvpass.schemes import LayerGeometry, get

@@ -403,7 +403,7 @@ class PackedLayer(CacheLayerMixin):
             list(state.predictor), self.importance.weights if which == 0 and self.importance else None, None,
             context.slots[self.deciding_heads] if self.plan.evicts else None,
             state.host.tokens if isinstance(state, AdaptiveState) else None, **state.tables(""),
-            key_pages=state.key_pages,
+            keys=state.keys,
         )  # fmt: skip
         return edge
 

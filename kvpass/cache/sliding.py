@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..codec.shares import Shares, share_of
+from ..codec.layer_pages import share_of
+from ..codec.shares import Shares
 from ..codec.spec import CodecSpec
 from ..codec.tensors import of_model
 from ..errors import KVPassError

@@ -109,15 +109,15 @@ class KVState(Storage):
     Each tensor that `codec.tensors` names for the spec is an attribute; `Codec.tensors` and `Codec.sequence` give
     shapes and dtypes. These are the tensors of every codec, and the other attributes:
 
-    codes: ``[B, H_kv, capacity, rows, D]`` uint8, planar pages. A state made with ``source`` has no quantized values of
+    codes: ``[B, H_kv, capacity, rows, D]`` uint8, planar pages, or ``[B, 1, capacity, 1, bytes]`` if a page holds all
+        heads. A state made with ``source`` has no quantized values of
         its own: it dequantizes with those of ``source``, which must store the same tokens at the same time.
     ring: ``[B, H_kv, sinks + ring_size, D]``, the full-precision tokens, in the cache's dtype.
     compensation: ``[B, H_kv, D - b, D - b]``, 16-bit, for specs with a subspace.
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean of the sequence.
     pairs: ``[B, H_kv, 1, 2]`` int16, for keys with page-relative RoPE: the number of rotated channel pairs, and whether
         they are interleaved. The tables are in ``rotary``, which states share.
-    shared: the model's calibrated tensors (`Codec.model`), ``[1, H_kv, ...]`` each, shared by all its caches. If they
-        determine the size of a page, ``codes`` is ``[B, 1, capacity, 1, bytes]``, with pages of all heads together.
+    shared: the model's calibrated tensors (`Codec.model`), ``[1, H_kv, ...]`` each, shared by all its caches.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`). They belong to the model.
     previous_layer: the state of the layer below, for tokens that are predicted from it.
     same_layer_keys: the key state of this layer, for values that are predicted from the keys, or that get more bits
@@ -183,8 +183,8 @@ class KVState(Storage):
         kept = {
             name: zeros(pages, *shape, dtype=kind) for name, (shape, kind) in page_shapes(spec, head_dim, dtype).items()
         }
-        size = spec.codec.page_bytes(dict(zip(names, shared, strict=True)), spec)
-        if size is not None:
+        if spec.codec.whole_layer:
+            size = spec.codec.page_bytes(dict(zip(names, shared, strict=True)), heads, head_dim, spec)
             kept["codes"] = torch.zeros(batch, 1, pages, 1, size, dtype=torch.uint8, device=device)
         if source is not None:
             del kept["codes"]
@@ -235,7 +235,7 @@ class KVState(Storage):
         pools = self._pools & tensors.keys()
         names = map(attribute, of_state(self.spec))
         given = {**tensors, **dict(zip(of_model(self.spec), self.shared, strict=True))}
-        of_pool = handle if self.spec.codec.page_bytes(given, self.spec) is None else bare_handle
+        of_pool = bare_handle if self.spec.codec.whole_layer else handle
         handles = tuple(of_pool(given[name]) if name in pools else given.get(name) for name in names)
         room = tensors[attribute(of_pages(self.spec)[-1])].shape[2]  # the quantized values may belong to another state
         return super()._follows(tensors) | {"_handles": handles, "_room": room}
@@ -279,7 +279,7 @@ class KVState(Storage):
         self.reserve(n + x.shape[2])
         torch.ops.kvpass.append_(
             self.pack, self.length_tensor(n), x.to(self.ring.dtype), q, mask, self.text, **self.tables(rope),
-            key_pages=self.key_pages,
+            keys=self.keys,
         )  # fmt: skip
         self.wrote(n, n + x.shape[2])
 
@@ -331,11 +331,13 @@ class KVState(Storage):
         return dict(cos=self.rotary and self.rotary.cos, sin=self.rotary and self.rotary.sin, rope=rope)
 
     @property
-    def key_pages(self) -> Tensor | None:
+    def keys(self) -> list[Tensor] | None:
         """A further argument of ``kvpass::append_``, for values that follow the bit widths of their keys: the handle of
-        the keys."""
+        the keys, and what is fitted to both (`Codec.from_keys`)."""
         keys = self.same_layer_keys if self.spec.quantizer.follows_keys else None
-        return None if keys is None else keys.handles[0]
+        if keys is None:
+            return None
+        return [keys.handles[0], *(getattr(keys, name) for name in self.spec.codec.from_keys)]
 
     @property
     def _layout(self) -> RecentLayout:

@@ -18,10 +18,12 @@ from tqdm import tqdm
 
 from ..cache.sliding import plan_for
 from ..codec.entropy_coding import rescale
+from ..codec.layer_pages import share_of
 from ..codec.probes import QUERIES
 from ..codec.rope import rotate, split_pairs
-from ..codec.shares import WIDEST, Shares, share_of, water_fill
+from ..codec.shares import Shares, water_fill
 from ..codec.tensors import of_model
+from ..codec.transform_coding import WIDEST
 from ..models.arguments import handing
 from ..models.probe import fresh_cache
 from ..schemes import CalibratedWaterfillConfig, LayerGeometry, LayerPlan

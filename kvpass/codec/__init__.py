@@ -8,6 +8,7 @@ from . import (  # noqa: F401  (importing them registers their codecs)
     allocation,
     balance,
     boost,
+    by_head,
     datatype,
     error_term,
     lattice,
@@ -20,6 +21,7 @@ from . import (  # noqa: F401  (importing them registers their codecs)
     sketch,
 )
 from .allocation import Allocation
+from .by_head import ByHead
 from .codec import CODECS, Codec, Kept
 from .pages import dequantize_pages, quantize_pages
 from .quantizer import Adaptive, Quantizer, Subspace
@@ -31,6 +33,7 @@ __all__ = [
     "CODECS",
     "Adaptive",
     "Allocation",
+    "ByHead",
     "Codec",
     "CodecSpec",
     "Kept",

@@ -45,10 +45,10 @@ class CalibratedLayer:
     @property
     def page_bytes(self) -> tuple[int, int]:
         """Bytes per page of keys, and of values, of all heads together."""
-        found = [
-            spec.codec.page_bytes(tensors, spec) or 0
-            for spec, tensors in ((self.key_spec, self.key), (self.value_spec, self.value))
-        ]
+        found = []
+        for spec, tensors in ((self.key_spec, self.key), (self.value_spec, self.value)):
+            _, heads, _, head_dim = tensors["widths"].shape
+            found.append(spec.codec.page_bytes(tensors, heads, head_dim, spec))
         return found[0], found[1]
 
     @property

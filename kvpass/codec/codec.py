@@ -50,6 +50,7 @@ class Codec:
     tensors: the tensors kept for each page, in order, each ``[B, H_kv, pages, *shape]``.
     quantizes_with, dequantizes_with: names of the sequence and model tensors that `quantize` and `dequantize` take, in
         order. A tensor that the spec does not have is left out.
+    whole_layer: whether one page holds all heads of a layer, ``[B, 1, pages, 1, bytes]``. `page_bytes` gives its size.
     dequantizes_any_bytes: whether `dequantize`, and every kernel that reads these pages, accepts arbitrary bytes in its
         page, sequence and model tensors: no exception and no out-of-bounds access, though the values are meaningless.
         Servers that read memory before anything is stored in it need this (`kvpass.vllm`). Codecs that store indices
@@ -60,6 +61,7 @@ class Codec:
     tensors: ClassVar[Mapping[str, Kept]]
     quantizes_with: ClassVar[tuple[str, ...]] = ()
     dequantizes_with: ClassVar[tuple[str, ...]] = ()
+    whole_layer: ClassVar[bool] = False
     dequantizes_any_bytes: ClassVar[bool] = False
 
     def __init_subclass__(cls, name: str | None = None, **more: Any) -> None:
@@ -94,18 +96,29 @@ class Codec:
         """Names of the model's calibrated tensors, each ``[1, H_kv, ...]``. All caches of the model share them."""
         return ()
 
-    def page_bytes(self, model: Mapping[str, Tensor], spec: CodecSpec) -> int | None:
-        """Bytes per page, for codecs whose page size varies by layer and depends on the tensors of the model.
+    def page_bytes(self, kept: Mapping[str, Tensor], heads: int, head_dim: int, spec: CodecSpec) -> int:
+        """Bytes per page of a layer with ``heads`` KV heads, for codecs with `whole_layer`.
 
-        One page then holds all heads: ``[B, 1, pages, 1, bytes]``. None if `tensors` determines the page size.
+        kept: the tensors of the model, by name.
         """
-        return None
+        raise NotImplementedError
 
     # ------------------------------------------------------------ requirements
 
     @property
     def needs_queries(self) -> bool:
         """Whether the codec is fitted to the prompt's queries."""
+        return False
+
+    @property
+    def from_keys(self) -> tuple[str, ...]:
+        """For values: names of the sequence tensors of the layer's keys that `fit_tokens` takes, too."""
+        return ()
+
+    @property
+    def needs_concentration(self) -> bool:
+        """Whether the codec is fitted to how concentrated the prompt's attention is, in a sequence tensor called
+        ``concentration``."""
         return False
 
     @property
@@ -142,7 +155,7 @@ class Codec:
     def fit_tokens(self, kept: Mapping[str, Tensor], x: Tensor, valid: Tensor | None, spec: CodecSpec) -> None:
         """Fit the codec to the first tokens that are packed.
 
-        kept: the tensors of the sequence, which are written in place.
+        kept: the tensors of the sequence, which are written in place, and those named in `from_keys`.
         x: ``[B, H_kv, T, D]``, the tokens, transformed as for `quantize`.
         valid: ``[B, T]`` bool, as in `fit_queries`.
         """

@@ -24,8 +24,13 @@ def some_queries(q: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
     """
     if valid is None:
         valid = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
-    those = torch.argsort(~valid, dim=-1, stable=True)
-    apart = (torch.arange(QUERIES, device=q.device) + 0.5) / QUERIES
-    index = those.gather(-1, (valid.sum(-1, keepdim=True) * apart).long())
+    index = sampled(valid, QUERIES)
     chosen = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
     return (chosen.float() / math.sqrt(q.shape[3])).to(dtype)
+
+
+def sampled(valid: Tensor, count: int) -> Tensor:
+    """The indices of ``count`` of the tokens that are ``valid`` ``[B, N]``, at even distances: ``[B, count]`` int64."""
+    those = torch.argsort(~valid, dim=-1, stable=True)
+    apart = (torch.arange(count, device=valid.device) + 0.5) / count
+    return those.gather(-1, (valid.sum(-1, keepdim=True) * apart).long())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -95,6 +96,7 @@ class Pack(NamedTuple):
     planes: for per-token bit widths: the bit planes that all layers share, and the places of this state's planes.
     page_tables: the rotary tables of keys with page-relative RoPE.
     key_pages: the first page tensor of the layer's keys, for values that reuse their token selection.
+    from_keys: tensors fitted to the layer's keys that its values are fitted to, too (`Codec.from_keys`).
     """
 
     pools: tuple[Tensor, ...]
@@ -103,6 +105,7 @@ class Pack(NamedTuple):
     planes: Sequence[Tensor] = ()
     page_tables: PageTables | None = None
     key_pages: Tensor | None = None
+    from_keys: Mapping[str, Tensor] = MappingProxyType({})
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], spec: CodecSpec) -> Pack:
@@ -111,6 +114,12 @@ class Pack(NamedTuple):
         if len(tensors) != pages + 1 + len(names):
             raise KVPassError(f"This codec stores {', '.join(of_state(spec))}; got {len(tensors)} tensors.")
         return cls(tuple(tensors[:pages]), tensors[pages], dict(zip(names, tensors[pages + 1 :], strict=True)))
+
+    def beside(self, keys: Sequence[Tensor], spec: CodecSpec) -> Pack:
+        """This pack of values, with the tensors of their layer's keys in the order of `KVState.keys`."""
+        if not keys:
+            return self
+        return self._replace(key_pages=keys[0], from_keys=dict(zip(spec.codec.from_keys, keys[1:], strict=True)))
 
     def quantizes_with(self, spec: CodecSpec) -> list[Tensor]:
         """The tensors that `Codec.quantize` takes as ``fitted``."""

@@ -15,6 +15,8 @@ from .affine import check_finite
 
 PAIRS = 3
 """Largest number of bit pairs of a coordinate, whose bit width is then 6 or 7."""
+WIDEST = 2 * PAIRS + 1
+"""Largest bit width of a coordinate."""
 FIELD_BITS = 2, 1
 STEPS = 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308
 """Step sizes of uniform quantizers with 1 to 8 bits that minimize the squared error of a standard normal variable (Max
@@ -81,6 +83,17 @@ def allocate(cost: Tensor, pairs: int, singles: int) -> Tensor:
 def field_widths(pairs: int, singles: int, device: torch.device) -> Tensor:
     """The width of each of the fields that `allocate` assigns, in bits: ``[pairs + singles]`` int64."""
     return torch.tensor([FIELD_BITS[0]] * pairs + [FIELD_BITS[1]] * singles, device=device)
+
+
+def divided(cost: Tensor, pairs: int, singles: int) -> Tensor:
+    """Bit widths ``[..., D]`` that divide ``pairs`` bit pairs and ``singles`` single bits by error costs
+    ``[..., D]``."""
+    none = torch.zeros_like(cost, dtype=torch.long)
+    if pairs:
+        places = allocate(cost, pairs, singles)
+        bits = field_widths(pairs, singles, cost.device)
+        return none.scatter_add(-1, places % cost.shape[-1], bits.expand(places.shape))
+    return none.scatter(-1, cost.topk(singles, -1).indices, 1)
 
 
 def blocks(x: Tensor, size: int) -> Tensor:

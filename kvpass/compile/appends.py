@@ -21,7 +21,7 @@ from .nodes import integer, operand, operands, value_of
 FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 _SCHEMA = APPEND._schema.arguments
 _ALWAYS = "state", "length", "x", "spec", "lowering"
-_OF_EACH, _COMMON = ("q", "key_pages"), ("mask", "cos", "sin", "rope")
+_OF_EACH, _COMMON = ("q", "keys"), ("mask", "cos", "sin", "rope")
 _WRITTEN = [argument.name for argument in _SCHEMA if argument.alias_info and argument.alias_info.is_write]
 
 
@@ -48,7 +48,7 @@ class Append:
     cos: Node | None
     sin: Node | None
     rope: str
-    key_pages: Node | None
+    keys: list[Node] | None
 
     @cached_property
     def codec(self) -> CodecSpec:
@@ -107,6 +107,8 @@ def _read(node: Node) -> Append:
         if name in _WRITTEN:
             return written(f"_{name}")
         given = node.kwargs.get(name, argument.default_value)
+        if isinstance(given, (list, tuple)):
+            return [placeholder(one) for one in given]
         return placeholder(given) if isinstance(given, Node) else given
 
     return Append(node, **{argument.name: value(argument) for argument in _SCHEMA})
@@ -130,7 +132,7 @@ def hoist(graph: Graph, writes: Sequence[Append]) -> set[Node]:
     output = graph.output_node()
     writers = Counter(tensor for append in writes for tensor in append.state)
     calls: dict[Any, list[Append]] = {}
-    for append in sorted(writes, key=lambda one: one.key_pages is not None):
+    for append in sorted(writes, key=lambda one: one.keys is not None):
         for item in append.node.users:
             if any(user is not output and not _is_append(user) for user in item.users):
                 raise KVPassError(
@@ -154,6 +156,7 @@ def hoist(graph: Graph, writes: Sequence[Append]) -> set[Node]:
 
 def _call_of_layers(graph: Graph, layers: Sequence[Append]) -> None:
     given = {name: layers[0].arguments[name] for name in ("length", "spec", "lowering", *_COMMON)}
-    for name in ("x", *_OF_EACH):
+    for name in ("x", "q"):
         given[name] = None if layers[0].arguments[name] is None else [append.arguments[name] for append in layers]
+    given["keys"] = None if layers[0].keys is None else [tensor for append in layers for tensor in append.keys or ()]
     call(graph, APPEND_LAYERS, states=[tensor for append in layers for tensor in append.state], **given)

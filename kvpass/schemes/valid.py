@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codec.layer_pages import share_of
 from ..codec.predictor import stored_shapes
 from ..codec.probes import QUERIES
 from ..codec.rope import parse_rope
-from ..codec.shares import WIDEST, Shares, share_of
+from ..codec.shares import Shares
 from ..codec.spec import CodecSpec
 from ..codec.tensors import calibrated_shapes, of_model
-from ..codec.transform_coding import PAIRS
+from ..codec.transform_coding import PAIRS, WIDEST
 from ..errors import KVPassError
 from ..fields import check_integer, shown
 from . import (

@@ -16,11 +16,12 @@ from math import gcd, log2
 from typing import Literal
 
 from ..codec.allocation import SHARES, Allocation
+from ..codec.by_head import ByHead
 from ..codec.quantizer import Quantizer
-from ..codec.shares import WIDEST, Shares
+from ..codec.shares import Shares
 from ..codec.spec import CodecSpec
 from ..codec.transform import Transform
-from ..codec.transform_coding import PAIRS
+from ..codec.transform_coding import PAIRS, WIDEST
 from ..errors import KVPassError
 from ..fields import check_integers
 from ..layout.retention import Retention
@@ -62,6 +63,7 @@ class WaterfillConfig(StorageConfig):
         needed; 1 keeps channels as they are.
     weighted: weight key errors by their effect on the prompt's queries instead of equally in all channels.
     center: subtract the mean of the first packed keys from all keys.
+    by_head: divide the bits of a layer among its heads by how concentrated the prompt's attention is.
     """
 
     name = "waterfill"
@@ -77,10 +79,13 @@ class WaterfillConfig(StorageConfig):
     block_size: int = 32
     weighted: bool = True
     center: bool = True
+    by_head: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, recent=0)
+        if self.by_head and not (any(self.rich_key_fields) and any(self.rich_value_fields)):
+            raise KVPassError("by_head=True needs per-token bit widths: set rich_key_fields and rich_value_fields.")
         self._plan(1, 1)
         self._latent_plan(1, 1)
 
@@ -90,7 +95,8 @@ class WaterfillConfig(StorageConfig):
     def _quantizer(
         self, head_dim: int, fields: _Fields, weighted: bool = False, rich: _Fields = (0, 0), follows: bool = False
     ) -> Quantizer:
-        allocation = Allocation(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
+        codec = ByHead if self.by_head and any(rich) else Allocation
+        allocation = codec(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
         return Quantizer(8, "token", head_dim, codec=allocation)
 
     def _plan(self, head_dim: int, value_head_dim: int) -> LayerPlan:
@@ -122,11 +128,13 @@ class WaterfillConfig(StorageConfig):
         keys, values = (_at_most(pairs + _MORE // window, singles) for pairs, singles in alike)
         return replace(
             self, block_size=block_size, key_fields=keys, value_fields=values, rich_key_fields=(0, 0),
-            rich_value_fields=(0, 0),
+            rich_value_fields=(0, 0), by_head=False,
         )  # fmt: skip
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         here = self if layer.window is None else self._in_window(layer.window)
+        if layer.num_key_value_heads == 1:
+            here = replace(here, by_head=False)
         plan = here._latent_plan if layer.latent else here._plan
         return plan(layer.head_dim, layer.value_head_dim).checked(layer)
 

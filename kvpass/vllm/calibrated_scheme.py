@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ..codec.affine import params_dtype
 from ..codec.calibrated_layer import CalibratedLayer
 from ..codec.entropy_coding import rescale
-from ..codec.shares import share_of
+from ..codec.layer_pages import share_of
 from ..codec.spec import CodecSpec
 from ..codec.tensors import of_model
 from ..errors import KVPassError

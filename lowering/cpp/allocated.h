@@ -6,8 +6,8 @@
 // low-precision rank; pages without ranks use LOW. Fields of a kind are read LANES at a time: arrays of fields are
 // padded, and fields read beyond the last one are ignored.
 //
-// SHARED: bit widths are calibrated (kvpass/codec/shares.py). A page then holds all heads, PAGE_BYTES is 0, and the
-// numbers of fields are upper bounds. The share of the layer gives the actual numbers and positions at run time.
+// SHARED: a page holds all heads (kvpass/codec/layer_pages.py), PAGE_BYTES is 0, and the numbers of fields are upper
+// bounds. The share of the layer gives the actual numbers and positions at run time.
 
 namespace {
 
@@ -64,6 +64,27 @@ struct Layout {
 
     const Place& operator[](int rank) const { return ranks[rank]; }
 };
+
+// The layouts of the heads of samples, from the bit widths of their coordinates [samples, heads, ranks, HEAD].
+struct Layouts {
+    int heads, size;
+    std::vector<int32_t> shares;
+
+    Layouts(const uint8_t* widths, int64_t samples, int64_t heads)
+        : heads(heads), size(3 * (LAST + 1) * (heads + 1)), shares(samples * size) {
+        for (int64_t i = 0; i < samples * heads * (LAST + 1); i++, widths += HEAD) {
+            const int rank = i % (LAST + 1), head = i / (LAST + 1) % heads;
+            int pairs = 0, singles = 0;
+            for (int c = 0; c < HEAD; c++) pairs += widths[c] / 2, singles += widths[c] % 2;
+            int32_t* to = shares.data() + i / (LAST + 1) / heads * size + rank * 3 * (heads + 1) + head;
+            to[1] = to[0] + pairs, to += heads + 1;
+            to[1] = to[0] + singles, to += heads + 1;
+            to[1] = to[0] + (pairs + singles > 0);
+        }
+    }
+
+    Layout of(int64_t sample, int head) const { return {shares.data() + sample * size, heads, head}; }
+};
 #else
 struct Layout {
     static constexpr int mask_at = 0, mask_row = 1, bytes = PAGE_BYTES;
@@ -72,6 +93,13 @@ struct Layout {
         const Rank& own = RANKS[rank];
         return {own.first_byte, own.pairs, own.pairs, own.singles_byte(), own.singles, own.singles, own.gains_byte(), 1};
     }
+};
+
+// All heads have the same layout.
+struct Layouts {
+    Layouts(const int32_t*, int64_t, int64_t) {}
+
+    Layout of(int64_t, int) const { return {}; }
 };
 #endif
 constexpr int first_token(int rank) { return rank ? RANKS[0].tokens : 0; }

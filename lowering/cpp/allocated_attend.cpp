@@ -3,29 +3,20 @@
 namespace {
 
 // The pages of keys or of values of all heads, and their fitted tensors.
-template <typename Layout, typename Fields>
+template <typename Fields>
 struct Side {
     const uint8_t* pages;
     int64_t room;
     const Scale* basis;
     const Fields* fields;
-    const int32_t* share;  // of the layer, if bit widths are calibrated
     int64_t fields_of_head, fitted;  // fitted: 1 if per sample, 0 if samples share the model's
 
-    Layout layout(int64_t head, int64_t heads) const {
-#if SHARED
-        return Layout(share, heads, head % heads);
-#else
-        return Layout();
-#endif
-    }
-
-    // The side of one head. heads: number of heads per sample.
-    Side of(int64_t head, int64_t heads) const {
-        const int64_t bytes = layout(head, heads).bytes, own = fitted ? head : head % heads;
+    // The side of one head. heads: number of heads per sample. bytes: of a page.
+    Side of(int64_t head, int64_t heads, int64_t bytes) const {
+        const int64_t own = fitted ? head : head % heads;
         const int64_t pool = SHARED ? head / heads : head;
         return {
-            pages + pool * room * bytes, room, basis + own * HEAD * BLOCK, fields + own * fields_of_head, share,
+            pages + pool * room * bytes, room, basis + own * HEAD * BLOCK, fields + own * fields_of_head,
             fields_of_head, fitted};
     }
 };
@@ -56,19 +47,21 @@ struct RelativeRotations {
 // other arguments see allocated_scores.cpp and rings.h.
 extern "C" void kernel(
     const uint8_t* q, uint8_t* out, const uint8_t* key_pages, const uint8_t* key_basis, const keys::Fields* key_fields,
-    const int32_t* key_share, const uint8_t* value_pages, const uint8_t* value_basis,
-    const values::Fields* value_fields, const int32_t* value_share, const uint8_t* key_ring,
-    const uint8_t* value_ring, const uint8_t* key_new, const uint8_t* value_new, const uint8_t* all_cos,
+    const uint8_t* value_pages, const uint8_t* value_basis, const values::Fields* value_fields,
+    const uint8_t* key_ring, const uint8_t* value_ring, const uint8_t* key_new, const uint8_t* value_new, const uint8_t* all_cos,
     const uint8_t* all_sin, const uint8_t* center, const float* table, int64_t samples, int64_t heads, int64_t n,
     int64_t present, int64_t packed, int64_t key_room, int64_t value_room, int64_t rows, int64_t row, int64_t pairs,
     int64_t interleaved, int64_t centered, int64_t fitted, int64_t count, int64_t tokens, int64_t causal,
     int64_t threads, float scale
 ) {
     const Queries queries = {count, tokens, causal};
-    const Side<keys::Layout, keys::Fields> of_keys = {
-        key_pages, key_room, (const Scale*)key_basis, key_fields, key_share, keys::PLACES_OF_HEAD, fitted};
-    const Side<values::Layout, values::Fields> of_values = {
-        value_pages, value_room, (const Scale*)value_basis, value_fields, value_share, values::PLACES_OF_HEAD, fitted};
+    const Side<keys::Fields> of_keys = {
+        key_pages, key_room, (const Scale*)key_basis, key_fields, keys::PLACES_OF_HEAD, fitted};
+    const Side<values::Fields> of_values = {
+        value_pages, value_room, (const Scale*)value_basis, value_fields, values::PLACES_OF_HEAD, fitted};
+    const int64_t fitted_samples = fitted ? samples : 1;
+    const keys::Layouts key_layouts(key_fields, fitted_samples, heads);
+    const values::Layouts value_layouts(value_fields, fitted_samples, heads);
     const Rings rings = {
         (const Token*)key_ring, (const Token*)value_ring, (const Token*)key_new, (const Token*)value_new, n, present};
     const int64_t blocks = queries.blocks(), tasks = samples * heads * blocks;
@@ -82,8 +75,9 @@ extern "C" void kernel(
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < tasks * parts; i++) {
         const int64_t block = i / parts % blocks, h = i / parts / blocks, part = i % parts, b = h / heads;
-        const auto key_side = of_keys.of(h, heads);
-        const keys::Layout layout = of_keys.layout(h, heads);
+        const int64_t sample = fitted ? b : 0;
+        const keys::Layout layout = key_layouts.of(sample, h % heads);
+        const auto key_side = of_keys.of(h, heads, layout.bytes);
         float mean[HEAD];
         if (centered) to_floats<HEAD>((const Scale*)center + (fitted ? h : h % heads) * HEAD, mean);
         const keys::PageRope<Token> rope = {
@@ -95,14 +89,15 @@ extern "C" void kernel(
         const auto score = [&](int64_t begin, int64_t end, float* scores, int64_t apart) {
             scorer(own.q, key_side.pages, key_side.room, begin, end, table, scores, apart);
         };
-        const values::Layout of_value = of_values.layout(h, heads);
-        own.add_pages(of_values.of(h, heads), of_value, part * packed / parts, (part + 1) * packed / parts, table, score);
+        const values::Layout of_value = value_layouts.of(sample, h % heads);
+        const auto value_side = of_values.of(h, heads, of_value.bytes);
+        own.add_pages(value_side, of_value, part * packed / parts, (part + 1) * packed / parts, table, score);
         if (part + 1 == parts) own.add_exact_tokens(Exact{rings, h}, packed, n + present);
         found[i].keep(own);
     }
     for (int64_t i = 0; i < tasks; i++) {
         const int64_t block = i % blocks, h = i / blocks;
-        const auto own = of_values.of(h, heads);
+        const auto own = of_values.of(h, heads, 0);  // of no page
         Token* to = (Token*)out + (h * count + block * QUERIES) * HEAD;
         merge(found.data() + i * parts, parts, own.basis, own.fields, table, to, queries.in_block(block));
     }

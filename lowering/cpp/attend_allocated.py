@@ -1,5 +1,5 @@
 """Attention of a few query tokens per sample on CPUs, for keys and values with per-channel bit widths
-(`kvpass.codec.allocation`, `kvpass.codec.shares`).
+(`kvpass.codec.allocation`, `kvpass.codec.layer_pages`).
 
 The kernel computes scores, weights and values of a few pages at a time, and then of the exact tokens.
 """
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.allocation import Allocation
+from kvpass.codec.layer_pages import LayerPages
 from kvpass.codec.rope import parse_rope
-from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.tensors import Pack
 from kvpass.codec.transform_coding import PAIRS
@@ -34,7 +34,7 @@ def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) 
     of_keys, of_values = key.codec, value.codec
     return (
         dtype in DTYPES
-        and isinstance(of_keys, (Allocation, Shares))
+        and isinstance(of_keys, (Allocation, LayerPages))
         and type(of_keys) is type(of_values)
         and of_keys.block_size == of_values.block_size
         and key.retention == value.retention
@@ -47,8 +47,8 @@ def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) 
 
 def attention_source(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> str:
     """The C++ source of attention over parts of a context (allocated_parts.h), without a kernel."""
-    shared = isinstance(key.codec, Shares)
-    block_size = Shares.of(key).block_size if shared else Allocation.of(key).block_size
+    shared = isinstance(key.codec, LayerPages)
+    block_size = LayerPages.of(key).block_size if shared else Allocation.of(key).block_size
     defines = dict(
         QUERIES=queries, HEAD=head_dim, BLOCK=block_size, PAGE=key.page_size, SINKS=key.retention.sinks,
         BFLOAT16=int(dtype == torch.bfloat16),
@@ -62,17 +62,17 @@ def attention_source(key: CodecSpec, value: CodecSpec, head_dim: int, queries: i
 @cache
 def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
     windows = dict(KEY_WINDOW=key.retention.ring_size, VALUE_WINDOW=value.retention.ring_size)
-    side = [_BYTES, _BYTES, _BYTES if isinstance(key.codec, Shares) else _INTS, _INTS]
+    side = [_BYTES, _BYTES, _BYTES if isinstance(key.codec, LayerPages) else _INTS]
     types = [_BYTES, "uint8_t*", *side, *side, *7 * [_BYTES], "const float*", *17 * [_NUMBER], "float"]
     parts = attention_source(key, value, head_dim, queries, dtype)
     return build(parts + text(windows, "rings.h", "allocated_attend.cpp"), types)
 
 
 def shared_defines(spec: CodecSpec, head_dim: int) -> dict[str, int]:
-    """The macros of allocated.h for calibrated bit widths (`kvpass.codec.shares`)."""
+    """The macros of allocated.h for pages that hold all heads (`kvpass.codec.layer_pages`)."""
     pairs, singles = PAIRS * head_dim, head_dim
     return dict(
-        PAGE_BYTES=0, NUM_FIELDS=Shares.of(spec).ranks * head_dim, RANKED=int(Shares.of(spec).ranked), SHARED=1,
+        PAGE_BYTES=0, NUM_FIELDS=LayerPages.of(spec).ranks * head_dim, RANKED=int(LayerPages.of(spec).ranked), SHARED=1,
         HIGH_PAIRS=pairs, HIGH_SINGLES=singles, LOW_PAIRS=pairs, LOW_SINGLES=singles,
     )  # fmt: skip
 
@@ -89,8 +89,8 @@ def attend(call: AttendCall[Pack]) -> Tensor:
     for pack in (key, value):
         (pool,) = pack.pools
         rooms.append(capacity(pool, pages))
-        basis, widths = (pack.fitted[name] for name in ("basis", "widths" if "share" in pack.fitted else "fields"))
-        sides += [x.contiguous() for x in (pool, basis, widths, pack.fitted.get("share", widths))]
+        basis, fields = (pack.fitted[name] for name in ("basis", "widths" if "widths" in pack.fitted else "fields"))
+        sides += [x.contiguous() for x in (pool, basis, fields)]
         of_samples = int(len(basis) == batch)
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
     out, page_tables = torch.empty_like(q), key.page_tables

@@ -1,15 +1,16 @@
-// Dequantizes pages with calibrated bit widths. Needs shares_pages.h.
+// Dequantizes pages that hold all heads (kvpass/codec/layer_pages.py). Needs shares_pages.h.
 //
 // pages: [samples, count, bytes]. basis: [samples or 1, heads, HEAD, BLOCK]. widths: [samples or 1, heads, ranks, HEAD].
 // table: gains, then weights of fields. out: [samples, heads, count * PAGE, HEAD].
 extern "C" void kernel(
-    const uint8_t* pages, const int32_t* share, const float* basis, const uint8_t* widths, const float* table, float* out,
+    const uint8_t* pages, const float* basis, const uint8_t* widths, const float* table, float* out,
     int64_t samples, int64_t heads, int64_t count, int64_t fitted, int64_t threads
 ) {
+    const Layouts layouts(widths, fitted ? samples : 1, heads);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < samples * heads; i++) {
         const int64_t head = i % heads, own = fitted ? i : head;
-        const Layout layout(share, heads, head);
+        const Layout layout = layouts.of(fitted ? i / heads : 0, head);
         const HeadFields fields(widths + own * PLACES_OF_HEAD);
         const float *rows = basis + own * HEAD * BLOCK, *weights = table + GAINS;
         float weight_of[LAST + 1][2][HEAD * 3];

@@ -1,4 +1,4 @@
-// The bytes of a head in a page with calibrated bit widths (kvpass/codec/shares.py). Needs allocated.h with SHARED.
+// The bytes of a head in a page that holds all heads (kvpass/codec/layer_pages.py). Needs allocated.h with SHARED.
 
 namespace {
 

@@ -1,4 +1,4 @@
-"""Quantizes and dequantizes pages with calibrated bit widths (`kvpass.codec.shares`) on CPUs."""
+"""Quantizes and dequantizes pages that hold all heads (`kvpass.codec.layer_pages`) on CPUs."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.affine import check_finite
-from kvpass.codec.shares import Shares, page_bytes
+from kvpass.codec.layer_pages import LayerPages
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.transform_coding import DISTORTION, GAINS_TRIED, LEAST_GAIN, OCTAVE, STEPS, UNIT
 
@@ -22,20 +22,20 @@ from .build import build, source, text
 
 NAME = "cpp-calibrated"
 _FEATURES = {
-    "codec=shares", "codec.follows", "codec.adapts", "codec.ranked", "per=token", "bits=8", "center", "page_rope",
-    "numbered",
+    "codec=shares", "codec=by_head", "codec.follows", "codec.adapts", "codec.ranked", "codec.rich_pairs",
+    "codec.rich_singles", "per=token", "bits=8", "center", "page_rope", "numbered",
 }  # fmt: skip
 _BYTES, _INTS, _FLOATS, _NUMBER = "const uint8_t*", "const int32_t*", "const float*", "int64_t"
 _TYPES = {
-    "shares_quantize": [_FLOATS, _BYTES, _INTS, _BYTES, *2 * [_FLOATS], "const int64_t*", "uint8_t*", *7 * [_NUMBER],
+    "shares_quantize": [_FLOATS, _BYTES, _BYTES, *2 * [_FLOATS], "const int64_t*", "uint8_t*", *7 * [_NUMBER],
                         *2 * ["float"]],
-    "shares_dequantize": [_BYTES, _INTS, _FLOATS, _BYTES, _FLOATS, "float*", *5 * [_NUMBER]],
+    "shares_dequantize": [_BYTES, _FLOATS, _BYTES, _FLOATS, "float*", *5 * [_NUMBER]],
 }  # fmt: skip
 
 
 @cache
 def _kernel(name: str, spec: CodecSpec, head_dim: int) -> Callable[..., None]:
-    defines = dict(QUERIES=1, HEAD=head_dim, BLOCK=Shares.of(spec).block_size, PAGE=spec.page_size)
+    defines = dict(QUERIES=1, HEAD=head_dim, BLOCK=LayerPages.of(spec).block_size, PAGE=spec.page_size)
     files = text(shared_defines(spec, head_dim), "allocated.h", "shares_pages.h", f"{name}.cpp")
     return build(source(defines) + files, _TYPES[name])
 
@@ -49,21 +49,22 @@ def _constants() -> tuple[Tensor, Tensor, Tensor]:
 def _refuses(dispatch: DispatchKey) -> str | None:
     if dispatch.device != "cpu":
         return "it runs on CPUs."
-    if not all(isinstance(parse(spec).codec, Shares) for spec in dispatch.specs):
-        return "it stores calibrated bit widths."
+    if not all(isinstance(parse(spec).codec, LayerPages) for spec in dispatch.specs):
+        return "its pages hold all heads of a layer."
     return "it reads a vector of channels at a time." if dispatch.head_dim % LANES else None
 
 
 @implements("quantize", NAME, has=(_FEATURES,), refuses=_refuses, lowering="inductor")
 def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor]:
-    shares, (share, basis, widths, *chosen) = Shares.of(spec), fitted
+    codec = LayerPages.of(spec)
+    size, basis, widths, chosen = codec.opened(fitted, spec)
     batch, heads, tokens, head_dim = x.shape
-    units, high_mask = shares.units(x, basis, spec, chosen)
+    units, high_mask = codec.units(x, basis, spec, chosen)
     check_finite(units)
-    pages, size = tokens // spec.page_size, page_bytes(share, spec)
+    pages = tokens // spec.page_size
     out = torch.zeros(batch, 1, pages, 1, size, dtype=torch.uint8)
     _kernel("shares_quantize", spec.stored_as, head_dim)(
-        units.contiguous(), widths if high_mask is None else high_mask.contiguous(), share.contiguous(),
+        units.contiguous(), widths if high_mask is None else high_mask.contiguous(),
         widths.contiguous(), *_constants(), out, len(GAINS_TRIED), batch, heads, pages, int(len(widths) == batch),
         UNIT, torch.get_num_threads(), float(OCTAVE), LEAST_GAIN,
     )  # fmt: skip
@@ -72,11 +73,11 @@ def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tens
 
 def dequantize_pages(kept: Sequence[Tensor], spec: CodecSpec, references=(), predictor=()) -> Tensor:
     """`kvpass.lowering.reference.dequantize_predicted` for these pages."""
-    pages, share, basis, widths = kept
+    pages, basis, widths = kept
     (batch, _, count, *_), (_, heads, _, head_dim) = pages.shape, widths.shape
     out = torch.empty(batch, heads, count * spec.page_size, head_dim)
     _kernel("shares_dequantize", spec.stored_as, head_dim)(
-        pages.contiguous(), share.contiguous(), basis.float().contiguous(), widths.contiguous(),
+        pages.contiguous(), basis.float().contiguous(), widths.contiguous(),
         look_up_table(pages.device), out, batch, heads, count, int(len(widths) == batch), torch.get_num_threads(),
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-// Quantizes coordinates of tokens to pages with calibrated bit widths. Needs shares_pages.h.
+// Quantizes coordinates of tokens to pages that hold all heads (kvpass/codec/layer_pages.py). Needs shares_pages.h.
 //
 // units: [samples, heads, count * PAGE, HEAD]. high_mask: [samples, heads, count, PAGE / 8], bit masks of the
 // high-precision tokens; not read without ranks. widths: [samples or 1, heads, ranks, HEAD]. steps, distortion: by bit
@@ -60,14 +60,14 @@ struct Coordinates {
 }  // namespace
 
 extern "C" void kernel(
-    const float* units, const uint8_t* high_mask, const int32_t* share, const uint8_t* widths, const float* steps,
-    const float* distortion, const int64_t* tried, uint8_t* out, int64_t tries, int64_t samples, int64_t heads,
+    const float* units, const uint8_t* high_mask, const uint8_t* widths, const float* steps, const float* distortion, const int64_t* tried, uint8_t* out, int64_t tries, int64_t samples, int64_t heads,
     int64_t count, int64_t fitted, int64_t unit, int64_t threads, float octave, float least
 ) {
+    const Layouts layouts(widths, fitted ? samples : 1, heads);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < samples * heads; i++) {  // each byte belongs to one head
         const int64_t b = i / heads, head = i % heads, own = fitted ? i : head;
-        const Layout layout(share, heads, head);
+        const Layout layout = layouts.of(fitted ? b : 0, head);
         const uint8_t* own_widths = widths + own * PLACES_OF_HEAD;
         const HeadFields fields(own_widths);
         std::vector<Coordinates> coordinates;

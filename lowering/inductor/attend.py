@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.allocation import Allocation, Ranked
 from kvpass.codec.hadamard import basis
-from kvpass.codec.shares import Shares
+from kvpass.codec.layer_pages import LayerPages
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.tensors import Pack, page_shapes
 from kvpass.layout.pool import capacity, handle
@@ -146,8 +146,8 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
     (key, value), of_keys = (spec.retention for spec in specs), specs[0].transform
     if dispatch.device != "cpu" and any(isinstance(spec.codec, Ranked) for spec in specs):
         return "only CPU kernels read per-channel bit widths."
-    if any(isinstance(spec.codec, Shares) for spec in specs):
-        return "only C++ kernels read calibrated bit widths."
+    if any(isinstance(spec.codec, LayerPages) for spec in specs):
+        return "only C++ kernels read pages that hold all heads of a layer."
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
         return "keys and values must share page_size, sinks and the choice of exact tokens."
     if of_keys.pre_rope and isinstance(specs[0].codec, Allocation):

@@ -1,7 +1,5 @@
-"""Launches attention over pages with per-channel bit widths, calibrated or not, and decides which calls are
-supported."""
+"""Launches attention over pages with per-channel bit widths, and decides which calls are supported."""
 
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -10,12 +8,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from kvpass.codec.allocation import Allocation, Ranked
 from kvpass.codec.bitpack import byte_rows
+from kvpass.codec.layer_pages import LayerPages
 from kvpass.codec.rope import parse_rope
-from kvpass.codec.shares import Shares, page_bytes
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.tensors import Pack
 from kvpass.codec.transform_coding import FIELD_BITS, steps_of, weights
@@ -33,7 +30,7 @@ from .read_shares import LINES, share_rows
 from .scores import LOG2E, Rules
 from .unpacking import Layout
 
-FEATURES = {"codec=allocated", "codec=shares"}
+FEATURES = {"codec=allocated", "codec=by_head", "codec=shares"}
 FEATURES |= {f"codec.{x}" for x in ("rich_pairs", "rich_singles", "follows", "ranked", "adapts")}
 _NUMBERS = {tl.bfloat16: Number(tl.bfloat16, 7, 0x43), tl.float16: Number(tl.float16, 10, 0x64)}
 _ROWS = 16  # fields per program of `field_rows`
@@ -46,7 +43,7 @@ def refuses_fields(specs: list[CodecSpec]) -> str | None:
     checked elsewhere."""
     of_keys, of_values = (spec.codec for spec in specs)
     if not isinstance(of_keys, Ranked) or type(of_values) is not type(of_keys):
-        return "keys and values must both have per-channel bit widths, calibrated or not, or neither."
+        return "keys and values must both have per-channel bit widths of the same kind, or neither."
     if (of_values.ranked, of_values.follows) != (of_keys.ranked, of_keys.ranked):
         return "values must have the same per-token bit widths as their keys."
     transform = specs[0].transform
@@ -71,8 +68,8 @@ def _widths(count: int) -> list[int]:
 @cache
 def layout_of(spec: CodecSpec, head_dim: int) -> Fields:
     """The layout of pages of ``spec`` for kernels."""
-    if isinstance(spec.codec, Shares):
-        return _layout_of_shares(spec, head_dim)
+    if isinstance(spec.codec, LayerPages):
+        return _layout_of_layers(spec, head_dim)
     allocation, retention = Allocation.of(spec), spec.retention
     start, at, pieces, gains = byte_rows(spec.page_size, 1) if allocation.ranked else 0, 0, [], []
     for tokens, counts in zip(allocation.tokens(spec.page_size), allocation.counts(head_dim), strict=True):
@@ -92,8 +89,8 @@ def layout_of(spec: CodecSpec, head_dim: int) -> Fields:
     )  # fmt: skip
 
 
-def _layout_of_shares(spec: CodecSpec, head_dim: int) -> Fields:
-    tokens, width = Shares.of(spec).tokens(spec.page_size), max(LEAST.value, triton.next_power_of_2(head_dim))
+def _layout_of_layers(spec: CodecSpec, head_dim: int) -> Fields:
+    tokens, width = LayerPages.of(spec).tokens(spec.page_size), max(LEAST.value, triton.next_power_of_2(head_dim))
     pieces = tuple((Piece(0, 0, 0, 0, head_dim, width, rank * width),) for rank in range(len(tokens)))
     return Fields(
         0, spec.page_size, tokens[0], (0,) * len(tokens), pieces, len(tokens) * width, len(tokens) > 1,
@@ -143,18 +140,8 @@ def _exact_layout(spec: CodecSpec, head_dim: int, rope: str = "") -> Layout:
     )  # fmt: skip
 
 
-_shares: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
-
-
-def _share_on(device: torch.device, share: Tensor) -> Tensor:
-    """A layer's share, which is on the host, on the device: copied once, because a captured step cannot."""
-    if share not in _shares:
-        _shares[share] = share.contiguous().to(device)
-    return _shares[share]
-
-
 def places_of(
-    basis: Tensor, widths: Tensor, share: Tensor, batch: int, spec: CodecSpec, dtype: torch.dtype
+    basis: Tensor, widths: Tensor, batch: int, spec: CodecSpec, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results of `share_rows` for ``batch`` samples: ``rows`` in ``dtype``, ``places`` and ``middles``."""
     (_, heads, head_dim, size), layout = basis.shape, layout_of(spec, basis.shape[2])
@@ -164,8 +151,8 @@ def places_of(
     places = torch.empty((batch * heads, ranks, LINES.value, width), dtype=torch.int32, device=device)
     middles = torch.empty((batch * heads, layout.width), dtype=torch.float32, device=device)
     share_rows[batch * heads, ranks, cdiv(head_dim, _CHANNELS)](
-        basis, widths, _share_on(device, share), steps_of(device), rows, places, middles, len(widths) * heads, head_dim,
-        size, heads, width, layout.page, ranks, _CHANNELS,
+        basis, widths, steps_of(device), rows, places, middles, len(widths) * heads, head_dim, size, heads,
+        triton.next_power_of_2(heads), width, layout.page, ranks, _CHANNELS,
     )  # fmt: skip
     return rows, places, middles
 
@@ -173,7 +160,7 @@ def places_of(
 @dataclass
 class _Fitted:
     """The pages of the keys or values of a layer, and the contributions of their fields to channels (`field_rows`,
-    `share_rows`). With calibrated bit widths also where fields are, the midpoints of codes, and bytes per page."""
+    `share_rows`). If pages hold all heads, also where fields are, the midpoints of codes, and bytes per page."""
 
     pages: Tensor
     rows: Tensor
@@ -194,9 +181,9 @@ class _Fitted:
                 places.shape[-1], layout.width, _ROWS,
             )  # fmt: skip
             return cls(pages, rows, layout)
-        share, widths = pack.fitted["share"], pack.fitted["widths"].contiguous()
-        of_share = places_of(basis, widths, share, len(pack.ring), spec, dtype)
-        return cls(pages, of_share[0], layout, *of_share[1:], page_bytes(share, spec))
+        widths = pack.fitted["widths"].contiguous()
+        rows, places, middles = places_of(basis, widths, len(pack.ring), spec, dtype)
+        return cls(pages, rows, layout, places, middles, pages.shape[-1])
 
     @property
     def capacity(self) -> int:
@@ -274,7 +261,7 @@ def attend_allocated(call: AttendCall[Pack]) -> Tensor:
     k_spec, v_spec = call.specs
     q, k_new, (batch, heads, queries, head_dim), groups = q.contiguous(), k_new.contiguous(), q.shape, k_new.shape[1]
     rows, length = heads // groups * queries, on_device(call.length, n, q.device)
-    widest = max(head_dim * (2 * groups if isinstance(k_spec.codec, Shares) else 1), 2 * rows)
+    widest = max(head_dim * (2 * groups if isinstance(k_spec.codec, LayerPages) else 1), 2 * rows)
     if (n + queries) * widest >= MAX_VALUES:
         raise KVPassError(
             f"The Triton kernels support up to {MAX_VALUES // widest - 1} tokens of {head_dim} channels here, not "

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.codec.allocation import Allocation, Ranked
-from kvpass.codec.shares import Shares
+from kvpass.codec.layer_pages import LayerPages
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import on_device
@@ -87,7 +87,7 @@ def _write(
 
 
 def _encoder(spec: CodecSpec) -> Callable[..., tuple[Tensor, ...]]:
-    if isinstance(spec.codec, Shares):
+    if isinstance(spec.codec, LayerPages):
         return quantize_calibrated
     return reference.quantize if isinstance(spec.codec, Allocation) else quantize
 
@@ -96,7 +96,7 @@ def _refuses(dispatch: DispatchKey) -> str | None:
     (spec,) = map(parse, dispatch.specs)
     if not isinstance(spec.codec, Ranked):
         return refuses(dispatch)
-    if isinstance(spec.codec, Shares) and not power_of_two(spec.page_size):
+    if isinstance(spec.codec, LayerPages) and not power_of_two(spec.page_size):
         return f"page_size must be a power of two, not {spec.page_size}."
     return refuses_device(dispatch)
 

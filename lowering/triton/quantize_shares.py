@@ -1,4 +1,4 @@
-"""Quantizes pages with calibrated bit widths (`kvpass.codec.shares`): one launch finds gains and codes of all heads and
+"""Quantizes pages that hold all heads (`kvpass.codec.layer_pages`): one launch finds gains and codes of all heads and
 writes them where `share_rows` says."""
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.codec.shares import Shares, page_bytes
+from kvpass.codec.layer_pages import LayerPages
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.transform_coding import DISTORTION, GAINS_TRIED, LEAST_GAIN, OCTAVE, PAIRS, UNIT, steps_of
 
@@ -123,18 +123,20 @@ def _constants(device: torch.device) -> Tensor:
 
 
 def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor]:
-    """Quantize whole pages ``[B, H, N * P, D]`` to bytes ``[B, 1, N, 1, bytes]``, as `Shares.quantize`."""
-    share, basis, widths, *chosen = fitted
-    units, high_mask = Shares.of(spec).units(x, basis, spec, chosen)
+    """Quantize whole pages ``[B, H, N * P, D]`` to bytes ``[B, 1, N, 1, bytes]``, as `LayerPages.quantize`."""
+    codec = LayerPages.of(spec)
+    bytes_of_page, basis, widths, chosen = codec.opened(fitted, spec)
+    units, high_mask = codec.units(x, basis, spec, chosen)
     (batch, heads, tokens, head_dim), layout = x.shape, layout_of(spec, x.shape[3])
-    pages, size, ranks = tokens // spec.page_size, page_bytes(share, spec), len(layout.pieces)
+    pages, ranks = tokens // spec.page_size, len(layout.pieces)
     width, of_rank = layout.width // ranks, spec.page_size // ranks
-    widths, out = widths.contiguous(), torch.empty((batch, 1, pages, 1, size), dtype=torch.uint8, device=x.device)
-    _, places, _ = places_of(basis.contiguous(), widths, share, batch, spec, torch.float32)
+    widths = widths.contiguous()
+    out = torch.empty((batch, 1, pages, 1, bytes_of_page), dtype=torch.uint8, device=x.device)
+    _, places, _ = places_of(basis.contiguous(), widths, batch, spec, torch.float32)
     with torch.cuda.device_of(x):
         quantize_shares[batch * heads, pages, ranks](
             units.contiguous(), None if high_mask is None else high_mask.contiguous(), widths, places,
-            _constants(x.device), out, pages, size, len(widths) * heads, heads, head_dim, width, spec.page_size,
+            _constants(x.device), out, pages, bytes_of_page, len(widths) * heads, heads, head_dim, width, spec.page_size,
             ranks, GAINS_TRIED, num_warps=min(16, max(4, of_rank * width // _OF_WARP)), enable_fp_fusion=False,
         )  # fmt: skip
     return (out,)

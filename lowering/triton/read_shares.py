@@ -1,6 +1,6 @@
-"""Reads pages with calibrated bit widths (`kvpass.codec.shares`) in kernels.
+"""Reads pages that hold all heads of a layer (`kvpass.codec.layer_pages`) in kernels.
 
-A page holds all heads of a layer, and the number of its fields varies by head. So kernels read a table of where the
+The number of fields varies by head. So kernels read a table of where the
 fields of each coordinate are (`share_rows`), and put codes together from up to three pairs of bits and a single bit,
 two coordinates at a time.
 """
@@ -27,7 +27,7 @@ LINES = tl.constexpr(PAIRS + 5)
 
 
 class PagesOfHead(NamedTuple):
-    """Pages of a KV head with calibrated bit widths.
+    """Pages that hold all heads, as one KV head sees them.
 
     bytes, marks: pointers to the pages of the sample, and to the head's column of their masks.
     size: bytes per page.
@@ -119,14 +119,14 @@ def _halves_of(x, WIDTH: tl.constexpr):
 
 @triton.jit
 def share_rows(
-    basis, widths, share, steps, rows, places, middles, own, DIM: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, RANKS: tl.constexpr, CHANNELS: tl.constexpr,
+    basis, widths, steps, rows, places, middles, own, DIM: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
+    PADDED: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, RANKS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Write tables of where the fields of heads are to ``places`` ``[BH, ranks, LINES, WIDTH]`` int32; what each
     coordinate adds to the channels of a token, per unit of code and gain, to ``rows`` ``[BH, ranks * WIDTH, D]``; and
     the midpoints of codes to ``middles`` ``[BH, ranks * WIDTH]``.
 
-    share: ``[ranks, 3, H + 1]`` int32. own: number of heads that ``basis`` and ``widths`` have.
+    own: number of heads that ``basis`` and ``widths`` have. PADDED: ``HEADS``, rounded up to a power of two.
     Grid: KV heads of all samples; ranks; runs of ``CHANNELS`` channels.
     """
     group, rank, coordinate = tl.program_id(0), tl.program_id(1), tl.arange(0, WIDTH)
@@ -142,43 +142,62 @@ def share_rows(
         middle = (tl.exp2(width.to(tl.float32)) - 1) * 0.5
         tl.store(middles + (group * RANKS + rank) * WIDTH + coordinate, middle)
         table = places + (group * RANKS + rank) * LINES * WIDTH
-        _store_table(table, share, width, rank, head, HEADS, WIDTH, PAGE, RANKS)
+        of_sample = widths + (group // HEADS * HEADS % own * RANKS).to(tl.int64) * DIM
+        _store_table(table, of_sample, width, rank, head, DIM, HEADS, PADDED, WIDTH, PAGE, RANKS)
+
+
+@triton.jit
+def _counts(
+    widths, rank, DIM: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """The numbers of pairs, single bits and gains of each head of a layer in a rank, ``[PADDED]`` each. widths:
+    ``[H, ranks, D]``."""
+    head, coordinate = tl.arange(0, PADDED)[:, None], tl.arange(0, WIDTH)[None, :]
+    at = widths + (head * RANKS + rank) * DIM + coordinate
+    width = tl.load(at, mask=(head < HEADS) & (coordinate < DIM), other=0).to(tl.int32)
+    return tl.sum(width // 2, 1), tl.sum(width % 2, 1), tl.max((width > 0).to(tl.int32), 1)
+
+
+@triton.jit
+def _before(counts, head):
+    """The sum of the ``counts`` of the heads before ``head``."""
+    return tl.sum(tl.where(tl.arange(0, counts.shape[0]) < head, counts, 0), 0)
 
 
 @triton.jit
 def _store_table(
-    table, share, width, rank, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, RANKS: tl.constexpr
+    table, widths, width, rank, head, DIM: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the lines of the ``table`` of a head's rank, whose coordinates have ``width`` bits."""
+    """Write the lines of the ``table`` of a head's rank, whose coordinates have ``width`` bits. widths: those of all
+    heads, ``[H, ranks, D]``."""
     coordinate, pair = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2)
     place = coordinate // 2 + coordinate % 2 * (WIDTH // 2)
     half = 16 * (coordinate % 2)
     start, tokens = (PAGE // 8 * HEADS if RANKS > 1 else 0), PAGE // RANKS
     if rank > 0:  # the second of two
-        pairs, singles = tl.load(share + HEADS), tl.load(share + 2 * HEADS + 1)
-        start += tokens // 4 * pairs + tokens // 8 * singles + tokens * tl.load(share + 3 * HEADS + 2)
-    columns, masks = share + rank * 3 * (HEADS + 1), table + (_LEVELS + 1) * WIDTH
-    column, count = start + tl.load(columns + head), width // 2
+        pairs, singles, has_gain = _counts(widths, 0, DIM, PADDED, HEADS, WIDTH, RANKS)
+        start += tokens // 4 * tl.sum(pairs, 0) + tokens // 8 * tl.sum(singles, 0) + tokens * tl.sum(has_gain, 0)
+    pairs, singles, has_gain = _counts(widths, rank, DIM, PADDED, HEADS, WIDTH, RANKS)
+    masks, column, count = table + (_LEVELS + 1) * WIDTH, start + _before(pairs, head), width // 2
     for level in tl.static_range(_LEVELS):
         there = (count > level).to(tl.int32)
         tl.store(table + level * WIDTH + place, tl.where(there > 0, column + tl.cumsum(there, 0) - there, 0))
         column += tl.sum(there, 0)
         even, odd = _halves_of(there * 3 << 2 * level << half, WIDTH)
         tl.store(masks + level * (WIDTH // 2) + pair, even | odd)
-    row = tl.load(columns + HEADS)
+    row = tl.sum(pairs, 0)
     start += tokens // 4 * row
-    columns += HEADS + 1
     there = width % 2
-    column = start + tl.load(columns + head) + tl.cumsum(there, 0) - there
+    column = start + _before(singles, head) + tl.cumsum(there, 0) - there
     tl.store(table + _LEVELS * WIDTH + place, tl.where(there > 0, column, 0))
     even, odd = _halves_of(there << 2 * count << half, WIDTH)
     tl.store(masks + _LEVELS * (WIDTH // 2) + pair, even | odd)
     tl.store(table + (LINES - 2) * WIDTH + place, 2 * count + half)
-    single_row = tl.load(columns + HEADS)
+    single_row, gain_row = tl.sum(singles, 0), tl.sum(has_gain, 0)
     start += tokens // 8 * single_row
-    columns += HEADS + 1
-    gain, gain_row = tl.load(columns + head), tl.load(columns + HEADS)
-    of_gains = tl.where(tl.load(columns + head + 1) > gain, start + gain, 0)
+    of_gains = tl.where(tl.max(width, 0) > 0, start + _before(has_gain, head), 0)
     numbers = tl.where(coordinate == 0, row, tl.where(coordinate == 1, single_row, gain_row))
     numbers = tl.where(coordinate == 3, of_gains, tl.where(coordinate == 4, tl.max(count, 0), numbers))
     tl.store(table + (LINES - 1) * WIDTH + coordinate, numbers)

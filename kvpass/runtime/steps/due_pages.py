@@ -39,14 +39,12 @@ def _append(states: list[KVState], length: Tensor, n: int, lowering: str) -> Non
     if len(states) == 1:
         torch.ops.kvpass.append_(
             first.handles, length, tokens[0], None, None, first.text, lowering, **first.tables(),
-            key_pages=first.key_pages,
+            keys=first.keys,
         )  # fmt: skip
         return
-    key_pages = [state.key_pages for state in states] if _follows_keys(first) else None
+    keys = [tensor for state in states for tensor in state.keys or ()] if _follows_keys(first) else None
     tensors = [tensor for state in states for tensor in state.handles]
-    torch.ops.kvpass.append_layers_(
-        tensors, length, tokens, first.text, lowering, **first.tables(), key_pages=key_pages
-    )
+    torch.ops.kvpass.append_layers_(tensors, length, tokens, first.text, lowering, **first.tables(), keys=keys)
 
 
 def _follows_keys(state: KVState) -> bool:
