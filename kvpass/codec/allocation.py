@@ -18,7 +18,7 @@ of the prompt's queries selects them; values reuse the selection of their keys.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -255,8 +255,8 @@ class Allocation(Ranked, Codec, name="allocated"):
     follows: bool = False
 
     tensors = {"codes": Kept(_page, torch.uint8)}
-    quantizes_with = "basis", "fields", "queries"
-    dequantizes_with = "basis", "fields"
+    quantizes_with: ClassVar[tuple[str, ...]] = ("basis", "fields", "queries")
+    dequantizes_with: ClassVar[tuple[str, ...]] = ("basis", "fields")
 
     def __post_init__(self) -> None:
         super().__post_init__()

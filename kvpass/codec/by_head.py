@@ -45,6 +45,9 @@ def pairs_by_head(cost: Tensor, pairs: int) -> Tensor:
 class ByHead(LayerPages, Allocation, name="by_head"):
     """`Allocation`, with the bits of a layer divided among its heads by the prompt's attention (`codec.by_head`)."""
 
+    quantizes_with = LayerPages.quantizes_with
+    dequantizes_with = LayerPages.dequantizes_with
+
     @property
     def from_keys(self) -> tuple[str, ...]:
         return ("concentration",) if self.follows else ()

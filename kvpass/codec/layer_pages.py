@@ -159,7 +159,7 @@ class LayerPages(Ranked, Codec):
 
     tensors = {"codes": Kept(lambda spec, head_dim: (1, 0), torch.uint8)}  # `page_bytes` gives the size
     quantizes_with: ClassVar[tuple[str, ...]] = ("basis", "widths", "queries")
-    dequantizes_with = "basis", "widths"
+    dequantizes_with: ClassVar[tuple[str, ...]] = ("basis", "widths")
     whole_layer: ClassVar[bool] = True
 
     @property

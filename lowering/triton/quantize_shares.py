@@ -136,7 +136,8 @@ def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tens
     with torch.cuda.device_of(x):
         quantize_shares[batch * heads, pages, ranks](
             units.contiguous(), None if high_mask is None else high_mask.contiguous(), widths, places,
-            _constants(x.device), out, pages, bytes_of_page, len(widths) * heads, heads, head_dim, width, spec.page_size,
-            ranks, GAINS_TRIED, num_warps=min(16, max(4, of_rank * width // _OF_WARP)), enable_fp_fusion=False,
+            _constants(x.device), out, pages, bytes_of_page, len(widths) * heads, heads, head_dim, width,
+            spec.page_size, ranks, GAINS_TRIED, num_warps=min(16, max(4, of_rank * width // _OF_WARP)),
+            enable_fp_fusion=False,
         )  # fmt: skip
     return (out,)
