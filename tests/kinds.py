@@ -46,6 +46,7 @@ KINDS = {
     "squat": Kind(SQuatConfig(**SMALL, rank=2, block_size=16)),
     "higgs, centred": Kind(HIGGSConfig(group_size=16, residual=8, sinks=2, center=True)),
     "waterfill": Kind(WaterfillConfig(residual=16, recent=8, sinks=2, rope="post")),
+    "waterfill, by head": Kind(WaterfillConfig(residual=16, recent=8, sinks=2, by_head=True)),
     "waterfill, static": Kind(CalibratedWaterfillConfig(residual=16, recent=8, sinks=2, block_size=8)),
     "waterfill, hybrid": Kind(CalibratedWaterfillConfig(residual=16, recent=8, sinks=2, block_size=8, form="hybrid")),
     "kivi, scales in 8 bits": Kind(KIVIConfig(**SMALL, scale_bits=8)),

@@ -72,6 +72,8 @@ ALIKE = dict(scheme="waterfill", rich_key_fields=(0, 0), rich_value_fields=(0, 0
     [
         ("waterfill", torch.float32, (2, 3, 3, 64)),
         ("waterfill-2", torch.bfloat16, (1, 2, 8, 32)),
+        ("waterfill-heads", torch.float32, (2, 3, 3, 64)),
+        ("waterfill-heads", torch.bfloat16, (1, 4, 1, 32)),
         ("waterfill-3", torch.float32, (1, 2, 1, 128)),
         (dict(scheme="waterfill", rope="post", residual=64), torch.bfloat16, (2, 1, 4, 96)),
         (dict(scheme="waterfill", center=False, residual=16, sinks=0), torch.float32, (1, 2, 2, 64)),
@@ -98,6 +100,7 @@ def test_attention_over_per_channel_widths_equals_the_reference(scheme, dtype, s
         ("kivi-sinks", torch.float32, (1, 1, 12, 32), 2),
         ("waterfill", torch.float32, (2, 1, 3, 64), 5),
         ("waterfill", torch.bfloat16, (1, 2, 1, 32), 7),
+        ("waterfill-heads", torch.float32, (2, 3, 2, 32), 3),
     ],
 )
 def test_attention_of_several_tokens_equals_the_reference(scheme, dtype, shape, tokens, present):

@@ -48,6 +48,7 @@ def _at_most(pairs: int, singles: int) -> _Fields:
 @register_scheme(
     waterfill_2=dict(key_fields=(8, 4), value_fields=(6, 4), rich_key_fields=(16, 4), rich_value_fields=(15, 4)),
     waterfill_3=dict(key_fields=(17, 4), value_fields=(14, 4), rich_key_fields=(25, 4), rich_value_fields=(22, 4)),
+    waterfill_heads=dict(by_head=True, value_fields=(10, 4)),
 )
 @dataclass(frozen=True, kw_only=True)
 class WaterfillConfig(StorageConfig):
