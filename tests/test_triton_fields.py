@@ -107,6 +107,8 @@ CALLS = {
     "after RoPE": dict(rope="post", n=140, batch=2),
     "after RoPE, alike, not centred": dict(rope="post", center=False, repeats=1, **ALIKE),
     "not centred": dict(center=False),
+    "bits by head": dict(heads=3, batch=2, by_head=True),
+    "bits by head, after RoPE, several queries": dict(**SMALL, rope="post", queries=3, by_head=True),
     "mask": dict(**SMALL, mask="bool", batch=2),
     "bias, softcap": dict(**SMALL, mask="float", softcap=3.0, batch=2),
     "sinks": dict(**SMALL, sinks=True),

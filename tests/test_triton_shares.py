@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_by_head import DIM, HEADS, plan_of, recalling, stored
 from test_shares import states
 from test_triton_fields import DEVICE, assert_is_a_rounding_of_the_reference
 
@@ -13,6 +14,7 @@ from kvpass.lowering.triton.quantize_shares import quantize
 from kvpass.schemes import LayerGeometry, get
 
 from common import generator, randn
+from test_allocation import mixed
 
 CALLS = {
     "static": {},
@@ -73,8 +75,20 @@ def test_the_kernel_makes_the_pages_of_the_reference(form, ranked, size, dim):
         given = [fitted[name] for name in Shares.quantizes_with if name in fitted]
         if state is value and ranked:
             given.append(high_precision_masks(key.codes[:, :, 1:4], size, 3))
-        x = randn(11, 2, 3, 3 * size, dim)
-        (expected,) = quantize_pages(x, state.spec, given)
-        placed = [x if x is given[0] else x.to(DEVICE) for x in given]
-        (got,) = quantize(x.to(DEVICE), placed, state.spec)
-        assert got.shape == expected.shape and (got.cpu() != expected).float().mean() < 0.002
+        assert_makes_the_pages_of_the_reference(randn(11, 2, 3, 3 * size, dim), given, state.spec)
+
+
+def test_the_kernel_makes_pages_with_bits_by_head():
+    """The layout varies by sample."""
+    chosen = None
+    for state in stored(plan_of(), *recalling(2, 200, [0, 2])):
+        given = [state.basis, state.widths, state.queries if chosen is None else chosen]
+        assert_makes_the_pages_of_the_reference(mixed(1, 2, HEADS, 48, DIM), given, state.spec)
+        chosen = high_precision_masks(state.codes[:, :, 1:4], state.spec.page_size, HEADS)
+
+
+def assert_makes_the_pages_of_the_reference(x, given, spec):
+    (expected,) = quantize_pages(x, spec, given)
+    placed = [one if one.dtype == torch.int32 else one.to(DEVICE) for one in given]  # a share is on the host
+    (got,) = quantize(x.to(DEVICE), placed, spec)
+    assert got.shape == expected.shape and (got.cpu() != expected).float().mean() < 0.002
