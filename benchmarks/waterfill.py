@@ -67,6 +67,8 @@ ROWS = {
     "32 recent, one bit width for all tokens": dict(recent=32, **fields((14, 4), (14, 4), (16, 4), (16, 4))),
     "only values are quantized": dict(key_fields=(48, 0), rich_key_fields=(48, 0)),
     "only keys are quantized": dict(value_fields=(48, 0), rich_value_fields=(0, 0)),
+    "bits by head": dict(by_head=True),
+    "waterfill-heads": dict(scheme="waterfill-heads"),
     "waterfill-2": dict(scheme="waterfill-2"),
     "waterfill-3": dict(scheme="waterfill-3"),
     "static": dict(scheme="waterfill-static"),

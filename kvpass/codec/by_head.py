@@ -63,7 +63,7 @@ class ByHead(LayerPages, Allocation, name="by_head"):
         return self.chooses
 
     def describe(self, quantizer: str) -> str:
-        return f"{self.bits:g} bits on average, per head, channel and token, blocks of {self.block_size}"
+        return f"{self.bits:g} bits on average, per channel, token and head, blocks of {self.block_size}"
 
     def check_head(self, head_dim: int) -> None:
         Allocation.check_head(self, head_dim)

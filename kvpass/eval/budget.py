@@ -16,7 +16,7 @@ SHORT_LIST = (
     "quarot-2", "quarot-3", "quarot", "rtn-3", "rtn", "logquant", "kivi-s8", "e8", "d4", "turboquant-3", "turboquant-4",
     "kvarn-k2v2", "kvarn", "kitty", "kitty-25", "kvquant", "kvquant-3", "turboquant-2.5", "turboquant-3.5",
     "turboquant-prod", "zipcache", "zipcache-salient", "gear-l", "polarquant-3", "polarquant",
-    "waterfill-2", "waterfill", "waterfill-3", "asymkv-eta", "asymkv-lsq", "xquant", "xquant-lsq",
+    "waterfill-2", "waterfill", "waterfill-heads", "waterfill-3", "asymkv-eta", "asymkv-lsq", "xquant", "xquant-lsq",
 )  # fmt: skip
 """The candidates: schemes that need no calibration. All but XQuant can be scored in one pass."""
 _SURE = 2.0  # standard errors

@@ -7,6 +7,9 @@ widths per channel follow from what an error costs the prompt's queries (reverse
 errors instead). Tokens that those queries would attend to get one more bit (as in ZipCache and QAQ). Each token has a
 gain, and there are no group scales. docs/own-scheme.md says what each part is worth.
 
+`waterfill-heads` also divides the bits of a layer among its heads: heads whose attention to packed tokens is
+concentrated on a few of them get more (`codec.by_head`).
+
 In latent attention (MLA) queries meet what is expanded from the cache, not the cache. There all errors count alike, all
 tokens get the same bits, and the keys' rotary part, which all heads share, gets twice as many as the latent.
 """
@@ -64,7 +67,8 @@ class WaterfillConfig(StorageConfig):
         needed; 1 keeps channels as they are.
     weighted: weight key errors by their effect on the prompt's queries instead of equally in all channels.
     center: subtract the mean of the first packed keys from all keys.
-    by_head: divide the bits of a layer among its heads by how concentrated the prompt's attention is.
+    by_head: divide the bits of a layer among its heads by how concentrated the prompt's attention is, instead of giving
+        all heads equally many. Layers with a sliding window, a latent or one KV head are stored as without it.
     """
 
     name = "waterfill"
