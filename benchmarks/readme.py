@@ -1,5 +1,5 @@
 """Write the tables of README.md and docs/schemes.md, docs/pareto.svg and docs/lengths.svg: python benchmarks/readme.py
-[SCHEME ... | --all | --lengths [SCHEME ...]]
+[SCHEME ... | --all | --lengths [SCHEME ...] [--prompts N ...]]
 
 Scores the named schemes on SmolLM2-135M-Instruct as `kvpass eval --context 1280 --score 256` does, merges the results
 into docs/results.json, and generates the tables and the pictures from it. Schemes that cannot be scored in one pass are
@@ -30,10 +30,10 @@ DOCS = ROOT / "docs"
 RESULTS, STEPS = DOCS / "results.json", ROOT / "benchmarks" / "results" / "steps-cpu.json"
 LENGTHS, LENGTHS_PICTURE = DOCS / "lengths.json", DOCS / "lengths.svg"
 README, PAGE, PICTURE = ROOT / "README.md", DOCS / "schemes.md", DOCS / "pareto.svg"
-IN_README = "kivi", "kivi-4", "higgs", "waterfill", "waterfill-3", "waterfill-hybrid"
+IN_README = "kivi", "kivi-4", "higgs", "waterfill", "waterfill-heads", "waterfill-hybrid"
 BY_LENGTH = (
-    "kivi", "kivi-3", "kivi-4", "kivi-sinks", "squat", "higgs", "higgs-3", "waterfill-2", "waterfill", "waterfill-3",
-    "waterfill-static", "waterfill-hybrid",
+    "kivi", "kivi-3", "kivi-4", "kivi-sinks", "squat", "higgs", "higgs-3", "waterfill-2", "waterfill",
+    "waterfill-heads", "waterfill-3", "waterfill-static", "waterfill-hybrid",
 )  # fmt: skip
 _MISSING = "not measured"
 BEGIN, BEGIN_LENGTHS, END = (f"<!-- {mark} -->" for mark in ("begin: benchmarks/readme.py", "begin: by length", "end"))
@@ -60,7 +60,8 @@ SCHEMES = {
     "asymkv-lsq": "the same, scales of least squared error",
     "waterfill-2": "ours: bits per channel and token in a basis fitted to the prompt, 96 recent tokens, 4 sinks",
     "waterfill": "the same, with a third of a bit more",
-    "waterfill-3": "the same, with a bit more",
+    "waterfill-heads": "the same, bits divided among heads by the prompt's attention",
+    "waterfill-3": "`waterfill`, with two thirds of a bit more",
     "waterfill-static": "ours, bases and bits by layer, head and channel calibrated once",
     "waterfill-hybrid": "ours, bits by layer and head calibrated once, bases fitted to the prompt",
     "kivi-s8": "`kivi`, scales and zero points in 8 bits",
@@ -88,14 +89,15 @@ SCHEMES = {
 
 
 def measure(chosen: list[str], prompts: Sequence[int]) -> Iterator[tuple[int, dict]]:
-    """For each of ``prompts``, in tokens, the measurements of ``chosen``: text -> scheme -> measurements."""
+    """For each of ``prompts``, in tokens, and each of ``chosen``, as soon as it is measured: text -> scheme ->
+    measurements."""
     model, tokenizer = models.load(say=print)
     schemes = calibrated(model, tokenizer, {name: name for name in chosen})
     bits = {name: bits_at(model, scheme, [LONG]) for name, scheme in schemes.items()}
     for prompt in prompts:
         sources = {source: texts.tokens(tokenizer, source, prompt + SCORE) for source in texts.available()}
-        results = quality.evaluate(model, sources, prompt, schemes, one_pass=True)
-        yield prompt, {text: {row.scheme: record(row, bits) for row in rows} for text, rows in results.items()}
+        for rows in quality.evaluate_each(model, sources, prompt, schemes, one_pass=True):
+            yield prompt, {text: {row.scheme: record(row, bits)} for text, row in rows.items()}
 
 
 def updated(known: dict, found: dict) -> dict:
@@ -247,12 +249,13 @@ def main() -> None:
     parser.add_argument("schemes", nargs="*", help=f"schemes to measure, of {', '.join(SCHEMES)}; default none")
     parser.add_argument("--all", action="store_true", help="measure every scheme of the table")
     parser.add_argument("--lengths", action="store_true", help=f"measure {', '.join(BY_LENGTH)} by length")
+    parser.add_argument("--prompts", type=int, nargs="+", choices=PROMPTS, default=PROMPTS, help="for --lengths")
     parser.add_argument("--steps", nargs="+", type=Path, default=[], metavar="FILE", help="of decode_e2e.py --json")
     args = parser.parse_args()
     results, steps = all_lengths(), merged(stored(STEPS), args.steps)
     everything = SCHEMES if args.all else BY_LENGTH if args.lengths else ()
     if chosen := args.schemes or list(everything):
-        for prompt, found in measure(chosen, PROMPTS if args.lengths else PROMPTS[:1]):
+        for prompt, found in measure(chosen, args.prompts if args.lengths else PROMPTS[:1]):
             results[prompt] = updated(results.get(prompt, {}), found)
             store(results[PROMPT], RESULTS)
             store({length: rows for length, rows in results.items() if length != PROMPT}, LENGTHS)

@@ -265,8 +265,22 @@ def evaluate(
     one_pass: use `score_in_one_pass` for schemes that support it, and score the others token by token.
     options: passed to `kvpass.apply`.
     """
+    each = list(evaluate_each(model, texts, prompt, schemes, progress=progress, one_pass=one_pass, **options))
+    return {text: [rows[text] for rows in each] for text in texts}
+
+
+def evaluate_each(
+    model: nn.Module,
+    texts: Mapping[str, Tensor],
+    prompt: int,
+    schemes: Sequence[Scheme] | Mapping[str, Scheme],
+    *,
+    progress: bool = True,
+    one_pass: bool = False,
+    **options: Any,
+) -> Iterator[dict[str, Quality]]:
+    """Like `evaluate`, scheme by scheme: each item is a scheme's `Quality` by text, as soon as it is measured."""
     references = {text: reference_logits(model, ids, prompt) for text, ids in texts.items()}
-    results: dict[str, list[Quality]] = {text: [] for text in texts}
     if not isinstance(schemes, Mapping):
         schemes = {FULL if scheme is None else _name(scheme): scheme for scheme in schemes}
     scored = {text: (ids, prompt, references[text]) for text, ids in texts.items()}
@@ -279,9 +293,7 @@ def evaluate(
         if rows is None:
             with packed(model, scheme, **({} if scheme is None else options)):
                 rows = [_token_by_token(model, *each, f"{name}, {text}", progress) for text, each in scored.items()]
-        for text, row in zip(texts, rows, strict=True):
-            results[text].append(replace(row, scheme=name))
-    return results
+        yield {text: replace(row, scheme=name) for text, row in zip(texts, rows, strict=True)}
 
 
 def simulator_of(model: nn.Module) -> Simulator | None:
