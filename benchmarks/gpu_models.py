@@ -19,7 +19,7 @@ from decode_e2e import fill, quantized, requantized
 
 EIGHT_BILLION = (32, 4096, 32, 8)
 """Layers, hidden size, query and KV heads."""
-_CHECKED = ("kivi", "squat", "higgs", "kivi-pre", "waterfill")
+_CHECKED = ("kivi", "squat", "higgs", "kivi-pre", "waterfill", "waterfill-heads")
 _SMALL = (4, 512, 8, 2)
 _CLOSE = 1e-2  # logits of a small model in float32
 _WARM = 40  # steps before those that are measured: more than a page has tokens
@@ -195,7 +195,8 @@ def step(
 
 def due(
     device: torch.device, lengths=(8192, 32768), steps: int = 64, shape: tuple[int, ...] = (8, *EIGHT_BILLION[1:]),
-    dtype: torch.dtype = torch.bfloat16, schemes=("kivi", "waterfill", "waterfill-static"), lowering: str = "auto",
+    dtype: torch.dtype = torch.bfloat16, schemes=("kivi", "waterfill", "waterfill-heads", "waterfill-static"),
+    lowering: str = "auto",
 ) -> Iterator[dict]:  # fmt: skip
     """Milliseconds of every one of ``steps`` steps, each waiting for the device: the median, the mean, and those that
     take longer than 1.5 medians, among them the ones that quantize a page. "waterfill-static" is calibrated on random
