@@ -195,8 +195,12 @@ def test_too_many_bits_are_refused():
 
 @given(seeds, st.integers(0, 20), st.integers(0, 16))
 def test_bits_of_a_head_are_divided_in_order(seed, pairs, singles):
-    widths = divided(torch.exp2(3 * randn(seed, 2, 16)).double(), pairs, singles)
-    assert ((widths // 2).sum(-1) == pairs).all() and ((widths % 2).sum(-1) == singles).all()
+    """Whatever other heads get."""
+    cost, more = torch.exp2(3 * randn(seed, 2, 16)).double(), torch.tensor([0, 5])
+    widths = divided(cost, pairs + more, singles - more.clamp(max=singles))
+    assert ((widths // 2).sum(-1) == pairs + more).all()
+    assert ((widths % 2).sum(-1) == singles - more.clamp(max=singles)).all()
+    assert torch.equal(widths[0], divided(cost[0], torch.tensor(pairs), torch.tensor(singles)))
 
 
 def test_specs_round_trip_through_text():

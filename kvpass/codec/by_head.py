@@ -95,10 +95,10 @@ class ByHead(LayerPages, Allocation, name="by_head"):
     def fit_tokens(self, kept: Mapping[str, Tensor], x: Tensor, valid: Tensor | None, spec: CodecSpec) -> None:
         basis, cost = fit_axes(x, kept["basis"].unflatten(2, (-1, self.block_size)), self.block_size, valid)
         of_heads = self.cost_of_heads(cost, kept["concentration"])
-        by_rank = []
-        for pairs, singles in self.counts(x.shape[-1]):
-            rows = zip(cost.flatten(0, 1), pairs_by_head(of_heads, pairs).flatten().tolist(), strict=True)
-            by_rank.append(torch.stack([divided(row, count, singles) for row, count in rows]).view(cost.shape))
+        by_rank = [
+            divided(cost, pairs_by_head(of_heads, pairs), torch.tensor(singles, device=x.device))
+            for pairs, singles in self.counts(x.shape[-1])
+        ]
         kept["basis"].copy_(basis)
         kept["widths"].copy_(torch.stack(by_rank, 2))
 

@@ -30,10 +30,8 @@ def fit(x: Tensor, metric: Tensor, share: Tensor, spec: CodecSpec, valid: Tensor
     size = Shares.of(spec).block_size
     metric = metric.unflatten(2, (-1, size)).expand(len(x), -1, -1, -1, -1)
     basis, cost = fit_axes(x, metric, size, valid)
-    by_rank = []
-    for pairs, singles, _ in share.diff(dim=-1).tolist():
-        heads = zip(cost.unbind(1), pairs, singles, strict=True)
-        by_rank.append(torch.stack([divided(*of_head) for of_head in heads], 1))
+    counts = share.diff(dim=-1).long().to(x.device)  # [ranks, 3, H]
+    by_rank = [divided(cost, pairs, singles) for pairs, singles, _ in counts]
     return basis, torch.stack(by_rank, 2).to(torch.uint8)
 
 

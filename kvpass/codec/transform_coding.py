@@ -46,8 +46,9 @@ def _distortions(device: torch.device) -> Tensor:
         return torch.tensor(DISTORTION, device=device)
 
 
-def allocate(cost: Tensor, pairs: int, singles: int) -> Tensor:
-    """Assign fields to coordinates: ``[..., pairs + singles]`` int64, each ``shift * D + coordinate``, pairs first.
+def divided(cost: Tensor, pairs: Tensor, singles: Tensor) -> Tensor:
+    """Bit widths ``[..., D]`` int64 that divide ``pairs`` bit pairs and ``singles`` single bits, each ``[...]`` int64,
+    among coordinates.
 
     cost: ``[..., D]``, the cost of an error in each coordinate that is as large as the coordinate itself.
 
@@ -55,45 +56,52 @@ def allocate(cost: Tensor, pairs: int, singles: int) -> Tensor:
     each further pair of a coordinate saves less. The odd bit widths go to the coordinates that gain most from a single
     bit at a given price per pair. Several prices are tried, and the one with the least total error is used.
     """
-    size, saved = cost.shape[-1], torch.tensor(DISTORTION, dtype=cost.dtype, device=cost.device)
+    size, distortion = cost.shape[-1], torch.tensor(DISTORTION, dtype=cost.dtype, device=cost.device)
+    pairs, singles = (count.expand(cost.shape[:-1]).unsqueeze(-1) for count in (pairs, singles))
     levels = torch.arange(PAIRS, device=cost.device)
 
     def saves(odd: Tensor) -> Tensor:
-        """Error saved by one more pair, for each number of pairs that a coordinate has: ``[..., PAIRS, D]``."""
+        """Error saved by one more pair, for each number of pairs that a coordinate has: ``[..., PAIRS * D]``."""
         width = odd.unsqueeze(-2) + 2 * levels.unsqueeze(-1)
-        return cost.unsqueeze(-2) * (saved[width] - saved[width + 2])
+        return (cost.unsqueeze(-2) * (distortion[width] - distortion[width + 2])).flatten(-2)
 
-    none = torch.zeros_like(cost, dtype=torch.long)
-    price = saves(none).flatten(-2).topk(pairs, -1).values[..., -1:]
-    prices = price * torch.exp2(
-        torch.linspace(-3, 3, 25, dtype=cost.dtype, device=cost.device).view(-1, *none.dim() * [1])
-    )
-    total = cost.unsqueeze(-1) * saved + prices.unsqueeze(-1) * (torch.arange(len(DISTORTION), device=cost.device) // 2)
-    prefers = total[..., 0:-1:2].amin(-1) - total[..., 1::2].amin(-1)
-    odd = torch.zeros_like(prefers, dtype=torch.long).scatter(-1, prefers.topk(singles, -1).indices, 1)
-    left = (cost * saved[odd]).sum(-1) - saves(odd).flatten(-2).topk(pairs, -1).values.sum(-1)
-    best = left.argmin(0, keepdim=True).unsqueeze(-1)
+    of_even = saves(torch.zeros_like(cost, dtype=torch.long)).sort(-1, descending=True).values
+    steps = torch.linspace(-3, 3, 25, dtype=cost.dtype, device=cost.device).view(-1, *cost.dim() * [1])
+    prices = of_even.gather(-1, (pairs - 1).clamp_min(0)) * torch.exp2(steps)
+    of_pairs = torch.arange(len(DISTORTION), device=cost.device) // 2
+    total = cost.unsqueeze(-1) * distortion + prices.unsqueeze(-1) * of_pairs
+    odd = (_places(total[..., 0:-1:2].amin(-1) - total[..., 1::2].amin(-1)) < singles).long()
+    saved = saves(odd).sort(-1, descending=True).values.cumsum(-1)
+    saved = torch.where(pairs > 0, saved.gather(-1, (pairs - 1).clamp_min(0).expand(*odd.shape[:-1], 1)), 0)
+    best = ((cost * distortion[odd]).sum(-1, keepdim=True) - saved).argmin(0, keepdim=True)
     odd = odd.gather(0, best.expand(1, *odd.shape[1:])).squeeze(0)
-    chosen = saves(odd).flatten(-2).topk(pairs, -1).indices.sort(-1).values  # level * D + coordinate
-    several = none.scatter_add(-1, chosen % size, torch.ones_like(chosen))
-    rows = torch.argsort(odd, dim=-1, descending=True, stable=True)[..., :singles]
-    return torch.cat([2 * (chosen // size) * size + chosen % size, 2 * several.gather(-1, rows) * size + rows], -1)
+    found: Tensor = odd + 2 * (_places(saves(odd)) < pairs).unflatten(-1, (PAIRS, size)).sum(-2)
+    return found
+
+
+def _places(x: Tensor) -> Tensor:
+    """The place of each entry of ``x`` ``[..., N]`` in its row, in descending order from 0 on."""
+    return torch.argsort(x, dim=-1, descending=True, stable=True).argsort(-1)
+
+
+def allocate(cost: Tensor, pairs: int, singles: int) -> Tensor:
+    """Assign fields to coordinates: ``[..., pairs + singles]`` int64, each ``shift * D + coordinate``, pairs first.
+
+    cost: ``[..., D]``, as for `divided`.
+    """
+    size, counts = cost.shape[-1], (torch.tensor(count, device=cost.device) for count in (pairs, singles))
+    widths = divided(cost, *counts)
+    level = torch.arange(PAIRS, device=cost.device).unsqueeze(-1)
+    has_pair = (widths.unsqueeze(-2) // 2 > level).flatten(-2)  # level * D + coordinate
+    chosen = torch.argsort(has_pair, dim=-1, descending=True, stable=True)[..., :pairs]
+    rows = torch.argsort(widths % 2, dim=-1, descending=True, stable=True)[..., :singles]
+    high = widths.gather(-1, rows) // 2
+    return torch.cat([2 * (chosen // size) * size + chosen % size, 2 * high * size + rows], -1)
 
 
 def field_widths(pairs: int, singles: int, device: torch.device) -> Tensor:
     """The width of each of the fields that `allocate` assigns, in bits: ``[pairs + singles]`` int64."""
     return torch.tensor([FIELD_BITS[0]] * pairs + [FIELD_BITS[1]] * singles, device=device)
-
-
-def divided(cost: Tensor, pairs: int, singles: int) -> Tensor:
-    """Bit widths ``[..., D]`` that divide ``pairs`` bit pairs and ``singles`` single bits by error costs
-    ``[..., D]``."""
-    none = torch.zeros_like(cost, dtype=torch.long)
-    if pairs:
-        places = allocate(cost, pairs, singles)
-        bits = field_widths(pairs, singles, cost.device)
-        return none.scatter_add(-1, places % cost.shape[-1], bits.expand(places.shape))
-    return none.scatter(-1, cost.topk(singles, -1).indices, 1)
 
 
 def blocks(x: Tensor, size: int) -> Tensor:
