@@ -6,7 +6,7 @@ into docs/results.json, and generates the tables and the pictures from it. Schem
 decoded token by token, which takes minutes each. --lengths also scores them after longer prompts, which takes an hour
 and a half for all of its schemes, and merges these results into docs/lengths.json. Decode times are read from
 benchmarks/results/steps-cpu.json; --steps merges files that `benchmarks/decode_e2e.py --lengths 512,4096 --threads 2
---scheme SCHEME --json FILE` wrote.
+--scheme SCHEME,... --json FILE` wrote.
 """
 
 import argparse
@@ -109,8 +109,10 @@ def merged(steps: dict, files: list[Path]) -> dict:
     """``steps`` updated with ``files``: scheme -> tokens in the cache -> step time relative to the default cache."""
     for file in files:
         written = json.loads(file.read_text(encoding="utf-8"))
-        scheme = written["arguments"]["scheme"]
-        steps[scheme] = {tokens: took[scheme] / took["default"] for tokens, took in written["seconds"].items()}
+        for scheme in written["arguments"]["scheme"].split(","):
+            steps[scheme] = {
+                tokens: round(took[scheme] / took["default"], 2) for tokens, took in written["seconds"].items()
+            }
     return steps
 
 
