@@ -17,6 +17,7 @@ from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout
 
 _GOLDEN = 0.6180339887  # fractional parts of its multiples are evenly spread
+_HIDDEN = -1e3  # what is added to the scores of tokens that are not seen; biases of position are larger
 _QUANTILE = 0.9
 _SAMPLES = 64  # queries
 
@@ -24,7 +25,7 @@ _SAMPLES = 64  # queries
 def not_padding(mask: Tensor, batch: int, tokens: int) -> Tensor:
     """Which of the last ``tokens`` tokens are not padding, ``[B, tokens]`` bool. Padding is masked even for itself."""
     own = mask[:, 0].diagonal(mask.shape[-1] - tokens, -2, -1)
-    return (own if own.dtype == torch.bool else own == 0).expand(batch, -1)
+    return (own if own.dtype == torch.bool else own > _HIDDEN).expand(batch, -1)
 
 
 def _by_kv_head(q: Tensor, mask: Tensor | None, num_key_value_heads: int) -> tuple[Tensor, Tensor | None]:
@@ -75,30 +76,28 @@ def concentration(q: Tensor, k: Tensor, mask: Tensor | None, retention: Retentio
     """How concentrated the attention of a prompt is on tokens that are packed: the sum of their squared weights under
     an average query, and the mean squared entry of a query, ``[B, H_kv, 1, 2]`` float32.
 
-    A sample of the queries is taken, at even distances and without padding. They see the tokens up to their own, or
-    those that ``mask`` shows. Tokens count that are neither sinks nor in the window of the query.
+    A sample of the queries is taken, at even distances and without padding. They see what ``mask`` shows them, or the
+    tokens up to their own. Tokens count that are neither sinks nor in the window of the query.
 
     q, k: ``[B, H_q, S, D]`` and ``[B, H_kv, S, D]``, as in attention. mask: as in `AppendCall`.
     """
     (batch, _, tokens, head_dim), heads = q.shape, k.shape[1]
-    valid = torch.ones(batch, tokens, dtype=torch.bool, device=q.device)
-    if mask is not None:
-        valid = not_padding(mask, batch, tokens)
-    asking = sampled(valid, _SAMPLES)  # [B, Q]
-    index = asking[:, None, :, None]
-    q = q.gather(2, index.expand(-1, q.shape[1], -1, head_dim)).unflatten(1, (heads, -1))
     at = torch.arange(tokens, device=q.device)
-    seen = at <= index
-    if mask is not None:
-        mask = mask[..., -tokens:].expand(batch, -1, -1, -1)
-        mask = mask.gather(2, index.expand(-1, mask.shape[1], -1, tokens))
-        seen = seen & (mask if mask.dtype == torch.bool else mask == 0)
+    if mask is None:
+        valid, mask = torch.ones(batch, tokens, dtype=torch.bool, device=q.device), (at <= at[:, None])[None, None]
+    else:
+        valid, mask = not_padding(mask, batch, tokens), mask[..., -tokens:]
+    index = sampled(valid, _SAMPLES)[:, None, :, None]
+    bias = mask.expand(batch, -1, -1, -1).gather(2, index.expand(-1, mask.shape[1], -1, tokens))
+    if bias.dtype == torch.bool:
+        bias = torch.zeros(bias.shape, device=q.device).masked_fill(~bias, -torch.inf)
+    bias = bias.unflatten(1, (heads, -1)) if len(bias[0]) > 1 else bias.unsqueeze(1).expand(-1, heads, -1, -1, -1)
+    q = q.gather(2, index.expand(-1, q.shape[1], -1, head_dim)).unflatten(1, (heads, -1))
     packed = (at >= retention.sinks) & (at < index - retention.residual)
     found = []
-    for head in range(heads):
-        scores = q[:, head].float() @ k[:, head : head + 1].float().mT / math.sqrt(head_dim)  # [B, H_q / H_kv, Q, T]
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
-        found.append((weights * packed).square().sum(-1).mean((1, 2)))
+    for of_head, keys, own in zip(q.unbind(1), k.split(1, 1), bias.unbind(1), strict=True):
+        scores = of_head.float() @ keys.float().mT / math.sqrt(head_dim) + own  # [B, H_q / H_kv, Q, S]
+        found.append((scores.softmax(-1).nan_to_num() * packed).square().sum(-1).mean((1, 2)))
     energy = q.float().square().mean((2, 3, 4))
     return torch.stack([torch.stack(found, 1), energy], -1).unsqueeze(2)
 
