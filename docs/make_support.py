@@ -53,7 +53,7 @@ def plan_of(scheme: SchemeConfig) -> LayerPlan:
 
 def shown(dispatch: DispatchKey) -> str:
     """Who serves ``dispatch``."""
-    return select(dispatch).name.replace("cpp-calibrated", "cpp")
+    return select(dispatch).name.replace("cpp-layer-pages", "cpp")
 
 
 def row(name: str, device: str) -> list[str]:

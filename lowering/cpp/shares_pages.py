@@ -20,7 +20,7 @@ from .attend_allocated import shared_defines
 from .attend_codes import LANES
 from .build import build, source, text
 
-NAME = "cpp-calibrated"
+NAME = "cpp-layer-pages"
 _FEATURES = {
     "codec=shares", "codec=by_head", "codec.follows", "codec.adapts", "codec.ranked", "codec.rich_pairs",
     "codec.rich_singles", "per=token", "bits=8", "center", "page_rope", "numbered",

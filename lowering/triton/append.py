@@ -20,11 +20,11 @@ from ..table import DispatchKey, implements
 from .allocated import FEATURES
 from .configs import INTERPRETED, cdiv, power_of_two, refuses_device
 from .quantize import QUANTIZED, quantize, refuses
-from .quantize_shares import quantize as quantize_calibrated
+from .quantize_shares import quantize as quantize_layer_pages
 
 _FITTED = FEATURES | {"page_rope", "numbered"}
 """Features of specs with per-channel bit widths: a kernel stores their tokens. Their pages are quantized by another, if
-they are calibrated, and by PyTorch otherwise."""
+they hold all heads of a layer, and by PyTorch otherwise."""
 _TOKENS = 16  # per program
 _LAYERS = 64  # per launch: pointers are arguments, which are limited to 4 KB
 
@@ -88,7 +88,7 @@ def _write(
 
 def _encoder(spec: CodecSpec) -> Callable[..., tuple[Tensor, ...]]:
     if isinstance(spec.codec, LayerPages):
-        return quantize_calibrated
+        return quantize_layer_pages
     return reference.quantize if isinstance(spec.codec, Allocation) else quantize
 
 

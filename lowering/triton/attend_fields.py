@@ -174,7 +174,7 @@ def _packed_split(
     the log-sum-exp to ``lse``.
 
     The offsets and midpoints of fields are subtracted at the end, with sums of the weights as the products round them.
-    middles: those of calibrated values.
+    middles: those of values, if pages hold all heads.
     """
     M: tl.constexpr = Q.tile
     tokens: tl.constexpr = PAGES * V.tokens
@@ -287,7 +287,7 @@ def attend_fields(
     `page_queries`, with one page for all unless ``PAGE_ROPE``. ``summed`` receives the sums of the splits, in fields;
     ``exact``, the sums of the last program, in channels; ``lse``, the log-sum-exp of all.
 
-    With calibrated bit widths, ``k_places``, ``v_places`` and ``middles``, those of values, are results of
+    If pages hold all heads, ``k_places``, ``v_places`` and ``middles``, those of values, are results of
     `share_rows`, and pages have ``k_size`` and ``v_size`` bytes.
     """
     n = tl.load(length).to(tl.int32)

@@ -1,10 +1,10 @@
-"""Reads pages with per-channel bit widths (`kvpass.codec.allocation`, `kvpass.codec.shares`) in kernels.
+"""Reads pages with per-channel bit widths (`kvpass.codec.allocation`, `kvpass.codec.layer_pages`) in kernels.
 
 A tile has the tokens of one rank of a few pages as rows, and a run of fields of one kind, a *piece*, as columns. The
 weights of fields are multiplied into queries once per page, so fields are multiplied as stored: in the mantissa of a
 power of two. This offset is subtracted at the end, with the sums of the weights.
 
-With calibrated bit widths, the number of fields varies by head and layer, and is not known when a kernel is compiled.
+If a page holds all heads, the number of fields varies by head and layer, and is not known when a kernel is compiled.
 There the only piece of a rank has one column per coordinate, for its code (`read_shares`), and midpoints are read.
 """
 
@@ -42,13 +42,13 @@ class Piece(NamedTuple):
 class Fields(NamedTuple):
     """Compile-time layout of pages of keys or values.
 
-    size: bytes per page; 0 with calibrated bit widths, where it varies by layer.
+    size: bytes per page; 0 if pages hold all heads: it varies by layer.
     tokens: tokens per page and rank.
     gains: offset of the gains of each rank.
     pieces: the pieces of each rank.
     width: number of padded fields of a head.
     ranked: whether a page starts with the mask of rich tokens.
-    shared: whether pages have calibrated bit widths.
+    shared: whether pages hold all heads.
     """
 
     size: int
@@ -123,8 +123,8 @@ def middle_of(fields, rank, index):
 
 @triton.jit
 def pages_of_head(pages, places, size, group, capacity, HEADS: tl.constexpr, L: tl.constexpr):
-    """The pages of a KV head in a pool of ``capacity`` pages, as the functions below take them: a pointer or, with
-    calibrated bit widths, `PagesOfHead`. places: the result of `share_rows`. size: bytes per page."""
+    """The pages of a KV head in a pool of ``capacity`` pages, as the functions below take them: a pointer or, if
+    pages hold all heads, `PagesOfHead`. places: the result of `share_rows`. size: bytes per page."""
     if L.shared:
         head = group % HEADS
         sample = pages + group // HEADS * capacity * size
