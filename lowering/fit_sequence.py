@@ -79,24 +79,26 @@ def concentration(q: Tensor, k: Tensor, mask: Tensor | None, retention: Retentio
     A sample of the queries is taken, at even distances and without padding. They see what ``mask`` shows them, or the
     tokens up to their own. Tokens count that are neither sinks nor in the window of the query.
 
-    q, k: ``[B, H_q, S, D]`` and ``[B, H_kv, S, D]``, as in attention. mask: as in `AppendCall`.
+    q, k: ``[B, H_q, S, D]`` and ``[B, H_kv, T, D]``, as in attention; the queries are those of the last S tokens. mask:
+        as in `AppendCall`.
     """
-    (batch, _, tokens, head_dim), heads = q.shape, k.shape[1]
+    (batch, _, asking, head_dim), (_, heads, tokens, _) = q.shape, k.shape
     at = torch.arange(tokens, device=q.device)
     if mask is None:
-        valid, mask = torch.ones(batch, tokens, dtype=torch.bool, device=q.device), (at <= at[:, None])[None, None]
+        valid = torch.ones(batch, asking, dtype=torch.bool, device=q.device)
+        mask = (at <= at[tokens - asking :, None])[None, None]
     else:
-        valid, mask = not_padding(mask, batch, tokens), mask[..., -tokens:]
+        valid, mask = not_padding(mask, batch, asking), mask[..., -tokens:]
     index = sampled(valid, _SAMPLES)[:, None, :, None]
     bias = mask.expand(batch, -1, -1, -1).gather(2, index.expand(-1, mask.shape[1], -1, tokens))
     if bias.dtype == torch.bool:
         bias = torch.zeros(bias.shape, device=q.device).masked_fill(~bias, -torch.inf)
     bias = bias.unflatten(1, (heads, -1)) if len(bias[0]) > 1 else bias.unsqueeze(1).expand(-1, heads, -1, -1, -1)
     q = q.gather(2, index.expand(-1, q.shape[1], -1, head_dim)).unflatten(1, (heads, -1))
-    packed = (at >= retention.sinks) & (at < index - retention.residual)
+    packed = (at >= retention.sinks) & (at < tokens - asking + index - retention.residual)
     found = []
     for of_head, keys, own in zip(q.unbind(1), k.split(1, 1), bias.unbind(1), strict=True):
-        scores = of_head.float() @ keys.float().mT / math.sqrt(head_dim) + own  # [B, H_q / H_kv, Q, S]
+        scores = of_head.float() @ keys.float().mT / math.sqrt(head_dim) + own  # [B, H_q / H_kv, Q, T]
         found.append((scores.softmax(-1).nan_to_num() * packed).square().sum(-1).mean((1, 2)))
     energy = q.float().square().mean((2, 3, 4))
     return torch.stack([torch.stack(found, 1), energy], -1).unsqueeze(2)

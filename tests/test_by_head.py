@@ -90,18 +90,21 @@ def test_heads_that_recall_get_more_bits_and_pages_stay_as_large():
         assert len(state.widths.long().sum((2, 3)).unique()) == 1
 
 
+@pytest.mark.parametrize("asking", [70, 30])
 @pytest.mark.parametrize("kind", ["", "bool", "float", "bias of each head"])
-def test_concentration_is_that_of_attention(kind):
-    """Computed token by token. Padding neither asks nor is seen."""
+def test_concentration_is_that_of_attention(kind, asking):
+    """Computed token by token, for queries of the last tokens. Padding neither asks nor is seen."""
     q, k, retention = randn(1, 2, 4, 70, 8) * 2, randn(2, 2, 2, 70, 8), Retention(24, 8, 3)
-    first = torch.tensor([0, 9 if kind else 0])
+    first = torch.tensor([0, 45 if kind else 0])
     seen = torch.ones(70, 70, dtype=torch.bool).tril() & (torch.arange(70) >= first.view(2, 1, 1, 1))
     bias = randn(3, 2, 4, 70, 70) if kind == "bias of each head" else torch.zeros(2, 1, 70, 70)
     mask = {"": None, "bool": seen}.get(kind, bias.masked_fill(~seen, torch.finfo(torch.float32).min))
-    found, expected = concentration(q, k, mask, retention), torch.zeros(2, 2, 1, 2)
+    found = concentration(q[:, :, -asking:], k, None if mask is None else mask[:, :, -asking:], retention)
+    expected = torch.zeros(2, 2, 1, 2)
     for b, head in itertools.product(range(2), range(4)):
         start = int(first[b])
-        for t in (start + int((70 - start) * (i + 0.5) / 64) for i in range(64)):
+        valid = range(max(start, 70 - asking), 70)
+        for t in (valid[int(len(valid) * (i + 0.5) / 64)] for i in range(64)):
             own = bias.expand(-1, 4, -1, -1)[b, head, t, start : t + 1]
             weights = (k[b, head // 2, start : t + 1] @ q[b, head, t] / 8**0.5 + own).softmax(0)
             packed = [j - start for j in range(max(start, 3), t - 16)]
