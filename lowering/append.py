@@ -209,8 +209,8 @@ def append_layers(quantize: Callable, call: AppendLayersCall, write: Callable = 
     retention = spec.retention
     first, last = retention.pages(n), retention.pages(n + xs[0].shape[2])
     at_first = bool(spec.codec.sequence(spec)) and (n == 0 or first == 0 < last)
-    pages_differ = spec.codec.whole_layer and (n == 0 or last > first)  # as do bit widths of heads
-    if at_first or pages_differ:
+    of_layers = spec.codec.whole_layer and (n == 0 or last > first)  # heads of several layers cannot share a page
+    if at_first or of_layers:
         for pack, x, q in zip(packs, xs, qs or [None] * len(xs), strict=True):
             append(quantize, AppendCall(pack, n, x, spec, length, q, mask), write)
         return

@@ -48,11 +48,11 @@ struct RelativeRotations {
 extern "C" void kernel(
     const uint8_t* q, uint8_t* out, const uint8_t* key_pages, const uint8_t* key_basis, const keys::Fields* key_fields,
     const uint8_t* value_pages, const uint8_t* value_basis, const values::Fields* value_fields,
-    const uint8_t* key_ring, const uint8_t* value_ring, const uint8_t* key_new, const uint8_t* value_new, const uint8_t* all_cos,
-    const uint8_t* all_sin, const uint8_t* center, const float* table, int64_t samples, int64_t heads, int64_t n,
-    int64_t present, int64_t packed, int64_t key_room, int64_t value_room, int64_t rows, int64_t row, int64_t pairs,
-    int64_t interleaved, int64_t centered, int64_t fitted, int64_t count, int64_t tokens, int64_t causal,
-    int64_t threads, float scale
+    const uint8_t* key_ring, const uint8_t* value_ring, const uint8_t* key_new, const uint8_t* value_new,
+    const uint8_t* all_cos, const uint8_t* all_sin, const uint8_t* center, const float* table, int64_t samples,
+    int64_t heads, int64_t n, int64_t present, int64_t packed, int64_t key_room, int64_t value_room, int64_t rows,
+    int64_t row, int64_t pairs, int64_t interleaved, int64_t centered, int64_t fitted, int64_t count, int64_t tokens,
+    int64_t causal, int64_t threads, float scale
 ) {
     const Queries queries = {count, tokens, causal};
     const Side<keys::Fields> of_keys = {
