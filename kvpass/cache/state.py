@@ -110,8 +110,8 @@ class KVState(Storage):
     shapes and dtypes. These are the tensors of every codec, and the other attributes:
 
     codes: ``[B, H_kv, capacity, rows, D]`` uint8, planar pages, or ``[B, 1, capacity, 1, bytes]`` if a page holds all
-        heads. A state made with ``source`` has no quantized values of
-        its own: it dequantizes with those of ``source``, which must store the same tokens at the same time.
+        heads. A state made with ``source`` has no quantized values of its own: it dequantizes with those of ``source``,
+        which must store the same tokens at the same time.
     ring: ``[B, H_kv, sinks + ring_size, D]``, the full-precision tokens, in the cache's dtype.
     compensation: ``[B, H_kv, D - b, D - b]``, 16-bit, for specs with a subspace.
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean of the sequence.
