@@ -12,7 +12,7 @@ benchmarks/results/steps-cpu.json; --steps merges files that `benchmarks/decode_
 import argparse
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -88,16 +88,19 @@ SCHEMES = {
 }
 
 
-def measure(chosen: list[str], prompts: Sequence[int]) -> Iterator[tuple[int, dict]]:
-    """For each of ``prompts``, in tokens, and each of ``chosen``, as soon as it is measured: text -> scheme ->
-    measurements."""
+def measure(chosen: list[str], prompts: Sequence[int], keep: Callable[[int, dict], None]) -> None:
+    """Measure ``chosen`` after each of ``prompts``, in tokens. ``keep`` is called with the prompt and text -> scheme ->
+    measurements, as soon as a scheme is measured."""
     model, tokenizer = models.load(say=print)
     schemes = calibrated(model, tokenizer, {name: name for name in chosen})
     bits = {name: bits_at(model, scheme, [LONG]) for name, scheme in schemes.items()}
     for prompt in prompts:
         sources = {source: texts.tokens(tokenizer, source, prompt + SCORE) for source in texts.available()}
-        for rows in quality.evaluate_each(model, sources, prompt, schemes, one_pass=True):
-            yield prompt, {text: {row.scheme: record(row, bits)} for text, row in rows.items()}
+
+        def measured(rows: dict[str, quality.Quality], prompt: int = prompt) -> None:
+            keep(prompt, {text: {row.scheme: record(row, bits)} for text, row in rows.items()})
+
+        quality.evaluate(model, sources, prompt, schemes, one_pass=True, measured=measured)
 
 
 def updated(known: dict, found: dict) -> dict:
@@ -256,11 +259,14 @@ def main() -> None:
     args = parser.parse_args()
     results, steps = all_lengths(), merged(stored(STEPS), args.steps)
     everything = SCHEMES if args.all else BY_LENGTH if args.lengths else ()
+
+    def keep(prompt: int, found: dict) -> None:
+        results[prompt] = updated(results.get(prompt, {}), found)
+        store(results[PROMPT], RESULTS)
+        store({length: rows for length, rows in results.items() if length != PROMPT}, LENGTHS)
+
     if chosen := args.schemes or list(everything):
-        for prompt, found in measure(chosen, args.prompts if args.lengths else PROMPTS[:1]):
-            results[prompt] = updated(results.get(prompt, {}), found)
-            store(results[PROMPT], RESULTS)
-            store({length: rows for length, rows in results.items() if length != PROMPT}, LENGTHS)
+        measure(chosen, args.prompts if args.lengths else PROMPTS[:1], keep)
     if args.steps:
         store(steps, STEPS)
     draw(results[PROMPT], PICTURE)

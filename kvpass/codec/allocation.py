@@ -180,15 +180,25 @@ def _tokens_at(places: Tensor, x: Tensor) -> Tensor:
 class Ranked:
     """Base of codecs that can give half of each page's tokens, the high-precision ones, more bits than the others.
 
+    block_size: number of neighbouring channels that are decorrelated together.
     follows: take the high-precision tokens from the layer's keys; otherwise queries select them.
     """
 
+    block_size: int
     follows: bool
 
     @property
     def ranked(self) -> bool:
         """Whether half of a page's tokens gets more bits than the other half."""
         raise NotImplementedError
+
+    def check(self, spec: CodecSpec) -> None:
+        check_bits(spec)
+        check_page_size(spec, self.ranked)
+
+    def check_head(self, head_dim: int) -> None:
+        if head_dim % self.block_size:
+            raise KVPassError(f"block_size={self.block_size} does not divide head_dim={head_dim}.")
 
     @property
     def chooses(self) -> bool:
@@ -301,8 +311,7 @@ class Allocation(Ranked, Codec, name="allocated"):
         return f"{self.bits:g} bits on average, {by}, blocks of {self.block_size}"
 
     def check_head(self, head_dim: int) -> None:
-        if head_dim % self.block_size:
-            raise KVPassError(f"block_size={self.block_size} does not divide head_dim={head_dim}.")
+        super().check_head(head_dim)
         if head_dim % SHARES:
             raise KVPassError(
                 f"head_dim={head_dim} is not a multiple of {SHARES}, the number of parts of a head that get bits of "
@@ -312,10 +321,6 @@ class Allocation(Ranked, Codec, name="allocated"):
     @property
     def needs_queries(self) -> bool:
         return self.weighted or self.chooses
-
-    def check(self, spec: CodecSpec) -> None:
-        check_bits(spec)
-        check_page_size(spec, self.ranked)
 
     def sequence(self, spec: CodecSpec) -> dict[str, Kept]:
         """``basis`` ``[B, H, D, b]``, which holds the error metric until the basis is fitted; ``fields``

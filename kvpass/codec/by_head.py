@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..errors import KVPassError
 from .allocation import Allocation
-from .bitpack import byte_rows
 from .codec import Kept
 from .layer_pages import LayerPages
+from .probes import PROBES
 from .spec import CodecSpec
 from .transform_coding import DISTORTION, FIELD_BITS, PAIRS, divided, fit_axes
 
@@ -65,27 +65,16 @@ class ByHead(LayerPages, Allocation, name="by_head"):
     def describe(self, quantizer: str) -> str:
         return f"{self.bits:g} bits on average, per channel, token and head, blocks of {self.block_size}"
 
-    def check_head(self, head_dim: int) -> None:
-        Allocation.check_head(self, head_dim)
-
     def sequence(self, spec: CodecSpec) -> dict[str, Kept]:
         """``basis`` ``[B, H, D, b]``, which holds the error metric until the basis is fitted; ``widths``
         ``[B, H, ranks, D]`` uint8; for keys ``queries``, which select the tokens that get more bits, and
         ``concentration`` ``[B, H, 1, 2]`` float32."""
-        found = {
-            "basis": Kept(lambda spec, head_dim: (head_dim, self.block_size)),
-            "widths": Kept(lambda spec, head_dim: (self.ranks, head_dim), torch.uint8),
-        }
-        if self.chooses:
-            found |= {"queries": Allocation.sequence(self, spec)["queries"], "concentration": _CONCENTRATION}
-        return found
+        of_keys = {"queries": PROBES, "concentration": _CONCENTRATION} if self.chooses else {}
+        return {**self.basis_and_widths, **of_keys}
 
     def page_bytes(self, kept: Mapping[str, Tensor], heads: int, head_dim: int, spec: CodecSpec) -> int:
-        size = spec.page_size
-        found = byte_rows(size, 1) + size  # mask and gains
-        for tokens, counts in zip(self.tokens(size), self.counts(head_dim), strict=True):
-            found += sum(byte_rows(tokens, bits) * count for bits, count in zip(FIELD_BITS, counts, strict=True))
-        return heads * found
+        _, of_head = Allocation.tensors["codes"].shape(spec, head_dim)  # heads have as many fields on average
+        return heads * of_head
 
     def fit_queries(self, kept: Mapping[str, Tensor], q: Tensor | None, valid: Tensor | None, spec: CodecSpec) -> None:
         super().fit_queries(kept, q, valid, spec)

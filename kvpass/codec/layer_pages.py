@@ -21,12 +21,12 @@ from torch import Tensor
 
 from ..errors import KVPassError
 from ..layout.pool import of_pages
-from .allocation import Ranked, check_bits, check_page_size, choose
+from .allocation import Ranked, choose
 from .bitpack import byte_rows, pack, unpack
 from .codec import NO_KEYS, Codec, Kept
 from .spec import CodecSpec
 from .tensors import Pack
-from .transform_coding import FIELD_BITS, PAIRS, UNIT, best_gain, coordinates, gains, middle, steps_of
+from .transform_coding import FIELD_BITS, UNIT, best_gain, coordinates, fields_first, gains, middle, steps_of
 
 
 def share_of(widths: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def _ranks(share: Tensor, spec: CodecSpec) -> list[_Rank]:
     return [_Rank(tokens, *each) for tokens, each in zip(counts, share.tolist(), strict=True)]
 
 
-def parts_of(share: Tensor, spec: CodecSpec) -> list[tuple[int, int]]:
+def _parts(share: Tensor, spec: CodecSpec) -> list[tuple[int, int]]:
     """Rows and columns of each part of a page."""
     mask = [(byte_rows(spec.page_size, 1), share.shape[-1] - 1)] if LayerPages.of(spec).ranked else []
     return mask + [part for rank in _ranks(share, spec) for part in rank.parts]
@@ -91,18 +91,11 @@ def fields_of(widths: Tensor, starts: Sequence[int], single: bool) -> tuple[Tens
     starts: start column of each head's fields, and the end of the last head's.
     """
     widths, size = widths.long(), widths.shape[-1]
-    if single:
-        there, shift = widths % 2 > 0, widths - 1
-    else:
-        level = torch.arange(PAIRS, device=widths.device).view(-1, 1)
-        there = (widths.unsqueeze(-2) // 2 > level).flatten(-2)
-        shift = (2 * level).expand(PAIRS, size).flatten().expand(there.shape)
-    first = torch.argsort(there, dim=-1, descending=True, stable=True)
-    channels, shifts = [], []
+    first, channels, shifts = fields_first(widths, single), [], []
     for head, (start, stop) in enumerate(pairwise(starts)):
         index = first[:, head, : stop - start]
         channels.append(index % size + head * size)
-        shifts.append(shift[:, head].gather(-1, index))
+        shifts.append(widths[:, head].gather(-1, index) - 1 if single else 2 * (index // size))
     return torch.cat(channels, -1), torch.cat(shifts, -1)
 
 
@@ -138,7 +131,7 @@ def _dequantize_rank(kept: Sequence[Tensor], widths: Tensor, rank: _Rank) -> Ten
 
 def page_bytes(share: Tensor, spec: CodecSpec) -> int:
     """Bytes per page of a layer with this share."""
-    return sum(rows * columns for rows, columns in parts_of(share, spec))
+    return sum(rows * columns for rows, columns in _parts(share, spec))
 
 
 def _of_alike(widths: Tensor) -> list[tuple[slice, Tensor]]:
@@ -150,12 +143,7 @@ def _of_alike(widths: Tensor) -> list[tuple[slice, Tensor]]:
 
 
 class LayerPages(Ranked, Codec):
-    """Base of codecs whose pages hold all heads of a layer (`codec.layer_pages`).
-
-    block_size: number of neighbouring channels that are decorrelated together.
-    """
-
-    block_size: int
+    """Base of codecs whose pages hold all heads of a layer (`codec.layer_pages`)."""
 
     tensors = {"codes": Kept(lambda spec, head_dim: (1, 0), torch.uint8)}  # `page_bytes` gives the size
     quantizes_with: ClassVar[tuple[str, ...]] = ("basis", "widths", "queries")
@@ -167,13 +155,13 @@ class LayerPages(Ranked, Codec):
         """Number of ranks: groups of a page's tokens with different bit widths."""
         return 2 if self.ranked else 1
 
-    def check(self, spec: CodecSpec) -> None:
-        check_bits(spec)
-        check_page_size(spec, self.ranked)
-
-    def check_head(self, head_dim: int) -> None:
-        if head_dim % self.block_size:
-            raise KVPassError(f"block_size={self.block_size} does not divide head_dim={head_dim}.")
+    @property
+    def basis_and_widths(self) -> dict[str, Kept]:
+        """Declares ``basis`` and ``widths`` as tensors of a sequence, for codecs that fit them to it."""
+        return {
+            "basis": Kept(lambda spec, head_dim: (head_dim, self.block_size)),
+            "widths": Kept(lambda spec, head_dim: (self.ranks, head_dim), torch.uint8),
+        }
 
     def opened(self, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[int, Tensor, Tensor, list[Tensor]]:
         """Bytes per page, basis, widths, and what selects the high-precision tokens, from the ``fitted`` that
@@ -222,7 +210,7 @@ class LayerPages(Ranked, Codec):
         masks: list[Tensor] = []
         by_rank: list[list[Tensor]] = [[] for _ in range(self.ranks)]
         for which, share in _of_alike(widths):
-            parts = parts_of(share, spec)
+            parts = _parts(share, spec)
             split = pages[which, 0, :, 0].split([rows * columns for rows, columns in parts], -1)
             kept = [part.unflatten(-1, shape) for part, shape in zip(split, parts, strict=True)]
             if self.ranked:

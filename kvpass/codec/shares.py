@@ -100,12 +100,7 @@ class Shares(LayerPages, name="shares"):
 
     def sequence(self, spec: CodecSpec) -> dict[str, Kept]:
         """With ``adapts``: ``basis`` ``[B, H, D, b]`` and ``widths`` ``[B, H, ranks, D]`` uint8."""
-        if not self.adapts:
-            return {}
-        return {
-            "basis": Kept(lambda spec, head_dim: (head_dim, self.block_size)),
-            "widths": Kept(lambda spec, head_dim: (self.ranks, head_dim), torch.uint8),
-        }
+        return self.basis_and_widths if self.adapts else {}
 
     def model(self, spec: CodecSpec) -> tuple[str, ...]:
         """``share`` ``[ranks, 3, H + 1]`` int32 on the host; ``metric`` and ``basis`` ``[1, H, D, b]``, ``center``

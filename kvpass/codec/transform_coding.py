@@ -91,12 +91,21 @@ def allocate(cost: Tensor, pairs: int, singles: int) -> Tensor:
     """
     size, counts = cost.shape[-1], (torch.tensor(count, device=cost.device) for count in (pairs, singles))
     widths = divided(cost, *counts)
-    level = torch.arange(PAIRS, device=cost.device).unsqueeze(-1)
-    has_pair = (widths.unsqueeze(-2) // 2 > level).flatten(-2)  # level * D + coordinate
-    chosen = torch.argsort(has_pair, dim=-1, descending=True, stable=True)[..., :pairs]
-    rows = torch.argsort(widths % 2, dim=-1, descending=True, stable=True)[..., :singles]
+    chosen, rows = fields_first(widths, single=False)[..., :pairs], fields_first(widths, single=True)[..., :singles]
     high = widths.gather(-1, rows) // 2
     return torch.cat([2 * (chosen // size) * size + chosen % size, 2 * high * size + rows], -1)
+
+
+def fields_first(widths: Tensor, single: bool) -> Tensor:
+    """Indices of all places for fields of one kind, those with a field first and in order.
+
+    They are ``level * D + coordinate`` for bit pairs, ``[..., PAIRS * D]`` int64, and the coordinate for single bits,
+    ``[..., D]``. widths: ``[..., D]`` int64.
+    """
+    there = widths % 2 > 0
+    if not single:
+        there = (widths.unsqueeze(-2) // 2 > torch.arange(PAIRS, device=widths.device).unsqueeze(-1)).flatten(-2)
+    return torch.argsort(there, dim=-1, descending=True, stable=True)
 
 
 def field_widths(pairs: int, singles: int, device: torch.device) -> Tensor:

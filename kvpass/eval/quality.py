@@ -254,6 +254,7 @@ def evaluate(
     *,
     progress: bool = True,
     one_pass: bool = False,
+    measured: Callable[[dict[str, Quality]], None] | None = None,
     **options: Any,
 ) -> dict[str, list[Quality]]:
     """For each text, one `Quality` per scheme against one full-precision reference; ``model`` is left as it was found.
@@ -263,24 +264,11 @@ def evaluate(
         KL shows the rounding error and its speed is the baseline.
     progress: show a bar if there is a terminal.
     one_pass: use `score_in_one_pass` for schemes that support it, and score the others token by token.
+    measured: called with each scheme's `Quality` by text, as soon as it is known.
     options: passed to `kvpass.apply`.
     """
-    each = list(evaluate_each(model, texts, prompt, schemes, progress=progress, one_pass=one_pass, **options))
-    return {text: [rows[text] for rows in each] for text in texts}
-
-
-def evaluate_each(
-    model: nn.Module,
-    texts: Mapping[str, Tensor],
-    prompt: int,
-    schemes: Sequence[Scheme] | Mapping[str, Scheme],
-    *,
-    progress: bool = True,
-    one_pass: bool = False,
-    **options: Any,
-) -> Iterator[dict[str, Quality]]:
-    """Like `evaluate`, scheme by scheme: each item is a scheme's `Quality` by text, as soon as it is measured."""
     references = {text: reference_logits(model, ids, prompt) for text, ids in texts.items()}
+    results: dict[str, list[Quality]] = {text: [] for text in texts}
     if not isinstance(schemes, Mapping):
         schemes = {FULL if scheme is None else _name(scheme): scheme for scheme in schemes}
     scored = {text: (ids, prompt, references[text]) for text, ids in texts.items()}
@@ -293,7 +281,12 @@ def evaluate_each(
         if rows is None:
             with packed(model, scheme, **({} if scheme is None else options)):
                 rows = [_token_by_token(model, *each, f"{name}, {text}", progress) for text, each in scored.items()]
-        yield {text: replace(row, scheme=name) for text, row in zip(texts, rows, strict=True)}
+        found = {text: replace(row, scheme=name) for text, row in zip(texts, rows, strict=True)}
+        for text, row in found.items():
+            results[text].append(row)
+        if measured is not None:
+            measured(found)
+    return results
 
 
 def simulator_of(model: nn.Module) -> Simulator | None:

@@ -60,8 +60,9 @@ struct Coordinates {
 }  // namespace
 
 extern "C" void kernel(
-    const float* units, const uint8_t* high_mask, const uint8_t* widths, const float* steps, const float* distortion, const int64_t* tried, uint8_t* out, int64_t tries, int64_t samples, int64_t heads,
-    int64_t count, int64_t fitted, int64_t unit, int64_t threads, float octave, float least
+    const float* units, const uint8_t* high_mask, const uint8_t* widths, const float* steps, const float* distortion,
+    const int64_t* tried, uint8_t* out, int64_t tries, int64_t samples, int64_t heads, int64_t count, int64_t fitted,
+    int64_t unit, int64_t threads, float octave, float least
 ) {
     const Layouts layouts(widths, fitted ? samples : 1, heads);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
