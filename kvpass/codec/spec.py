@@ -160,6 +160,8 @@ class CodecSpec:
         """The attention-mass statistic that ``kvpass::attend`` must return per token; "" if storage needs none."""
         if self.quantizer.adaptive is not None:
             return f"max-{self.quantizer.adaptive.rows}"
+        if not self.retention.evicts:
+            return ""
         return {"attention": "sum", "observed": f"sum-{OBSERVED}"}.get(self.retention.evict, "")
 
     @cached_property
