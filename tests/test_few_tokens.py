@@ -15,9 +15,10 @@ from common import randn
 CPU = torch.device("cpu")
 
 
-def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interleaved=False, tokens=1):
+def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interleaved=False, tokens=1, mask_of=None):
     """Compare attention of ``tokens`` tokens over caches of ``shape`` ``(batch, heads, queries, head_dim)`` at
-    ``lengths`` with the reference. With page-relative RoPE, half of the channels are rotated."""
+    ``lengths`` with the reference. With page-relative RoPE, half of the channels are rotated. mask_of: makes the mask
+    from its shape."""
     batch, heads, queries, dim = shape
     rope = rope_of(dim // 4, interleaved) if plan.key.transform.turns else ""
     for n in lengths:
@@ -38,7 +39,9 @@ def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interl
         assert few_tokens.kernel_of(plan.key, plan.value, dim, dtype) is module.attend
         new = [x[:, :, n : n + present * tokens] for x in (k, v)]
         packs, texts = [state.pack for state in states], [state.text for state in states]
-        arguments = q[:, :, n:], *packs, key.length_tensor(n), *new, None, bool(present), dim**-0.5, 0.0, *texts
+        mask = None if mask_of is None else mask_of(batch, heads * queries, tokens, n + present * tokens)
+        causal = bool(present) and mask is None
+        arguments = q[:, :, n:], *packs, key.length_tensor(n), *new, mask, causal, dim**-0.5, 0.0, *texts
         got, expected = (torch.ops.kvpass.attend(*arguments, name, **key.tables())[0] for name in ("cpp", "reference"))
         error = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(got, expected, atol=error, rtol=error)
@@ -109,6 +112,40 @@ def test_attention_of_several_tokens_equals_the_reference(scheme, dtype, shape, 
     module = attend_codes if scheme.startswith("kivi") else attend_allocated
     lengths = (3, 40, 97, 1100) if module is attend_codes else (3, 100, 165, 1100)
     assert_as_the_reference(module, plan, shape, dtype, present, lengths, tokens=tokens)
+
+
+def padding(batch, heads, queries, tokens):
+    """Left padding, different in each sample, and causal. The first sample is hidden up to its last token."""
+    starts = torch.arange(batch, 0, -1) * (tokens - queries) // batch
+    return (torch.arange(tokens) >= starts[:, None, None, None]) & torch.ones(queries, tokens).tril(
+        tokens - queries
+    ).bool()
+
+
+def scattered(batch, heads, queries, tokens):
+    """A few tokens, others for each query head, shared by all samples. The first head sees none."""
+    seen = randn(9, 1, heads, queries, tokens) > 2
+    seen[:, 0] = False
+    return seen
+
+
+def added(batch, heads, queries, tokens):
+    """A bias in another dtype and not contiguous; the lowest number hides most tokens, or all of the last query."""
+    bias = randn(9, batch, 1, tokens, queries).mT.double()
+    bias[..., tokens // 3 :] = torch.finfo(torch.float32).min
+    bias[..., -1, :] = torch.finfo(torch.float32).min
+    return bias.float()
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("mask", [padding, scattered, added])
+@pytest.mark.parametrize("scheme", ["kivi-sinks", "waterfill", "waterfill-heads"])
+def test_masks_hide_and_weigh_tokens_as_in_the_reference(scheme, mask, tokens):
+    plan = get(scheme).plan(LayerGeometry(0, 1, 2, 32, torch.float32, CPU))
+    module = attend_codes if scheme.startswith("kivi") else attend_allocated
+    assert_as_the_reference(
+        module, plan, (2, 2, 3, 32), torch.float32, True, (2, 170, 1100), tokens=tokens, mask_of=mask
+    )
 
 
 @pytest.mark.slow_cases("*-1", "256-*")

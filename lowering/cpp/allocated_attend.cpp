@@ -52,9 +52,10 @@ extern "C" void kernel(
     const uint8_t* all_cos, const uint8_t* all_sin, const uint8_t* center, const float* table, int64_t samples,
     int64_t heads, int64_t n, int64_t present, int64_t packed, int64_t key_room, int64_t value_room, int64_t rows,
     int64_t row, int64_t pairs, int64_t interleaved, int64_t centered, int64_t fitted, int64_t count, int64_t tokens,
-    int64_t causal, int64_t threads, float scale
+    int64_t causal, const uint8_t* mask, int64_t mask_kind, int64_t mask_of_sample, int64_t mask_of_head,
+    int64_t mask_of_token, int64_t threads, float scale
 ) {
-    const Queries queries = {count, tokens, causal};
+    const Queries queries = {count, tokens, causal, {mask, mask_kind, mask_of_sample, mask_of_head, mask_of_token}};
     const Side<keys::Fields> of_keys = {
         key_pages, key_room, (const Scale*)key_basis, key_fields, keys::PLACES_OF_HEAD, fitted};
     const Side<values::Fields> of_values = {
@@ -85,7 +86,7 @@ extern "C" void kernel(
             relative_rotations[b].cos, relative_rotations[b].sin};
         const keys::Head head(key_side.basis, key_side.fields, table + keys::GAINS, layout);
         keys::Scorer<Token> scorer(head, rope, centered ? mean : nullptr);
-        Part own = queries.start<Part>((const Token*)q + h * count * HEAD, block, n + present, scale);
+        Part own = queries.start<Part>((const Token*)q + h * count * HEAD, b, h % heads, block, n + present, scale);
         const auto score = [&](int64_t begin, int64_t end, float* scores, int64_t apart) {
             scorer(own.q, key_side.pages, key_side.room, begin, end, table, scores, apart);
         };

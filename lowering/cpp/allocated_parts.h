@@ -16,9 +16,12 @@ struct Part : RunningSoftmax {
         const Values& own, const Layout& layout, int64_t begin, int64_t end, const float* table, Score score
     ) {
         constexpr int APART = PAGES_AT_ONCE * PAGE;
-        for (int64_t n = begin; n < end; n += PAGES_AT_ONCE) {
-            const int64_t stop = std::min(n + PAGES_AT_ONCE, end);
+        for (int64_t n = begin, stop; n < end; n = stop) {
+            stop = n + 1;
+            if (hides_page(n)) continue;
+            while (stop < std::min(n + PAGES_AT_ONCE, end) && !hides_page(stop)) stop++;
             score(n, stop, scores, APART);
+            hide(SINKS + n * PAGE, (stop - n) * PAGE, scores, APART);
             weigh((stop - n) * PAGE, scores, APART, [&](int r, float rescale) { total.scale(r, rescale); });
             total.add_pages(own.pages, layout, own.room, n, stop, table, scores, APART);
         }
@@ -54,7 +57,7 @@ inline void merge(
     values::Total total;
     float sums[QUERIES * HEAD] = {}, all[QUERIES] = {};
     for (int r = 0; r < QUERIES; r++) {
-        float high = -INFINITY;
+        float high = found[0].peak[r];
         for (int64_t part = 0; part < parts; part++) high = std::max(high, found[part].peak[r]);
         for (int64_t part = 0; part < parts; part++) {
             const PartResult& own = found[part];
@@ -65,7 +68,7 @@ inline void merge(
         }
     }
     total.put(basis, fields, table, sums);
-    for (int i = 0; i < rows * HEAD; i++) round_to(out[i], sums[i] / all[i / HEAD]);
+    for (int i = 0; i < rows * HEAD; i++) round_to(out[i], attended(sums[i], all[i / HEAD]));
 }
 
 }  // namespace

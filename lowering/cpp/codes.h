@@ -94,7 +94,8 @@ struct Part : RunningSoftmax {
             }
     }
 
-    void weigh_page() {
+    void weigh_page(int64_t page) {
+        hide(SINKS + page * PAGE, PAGE, scores, PAGE);
         weigh(PAGE, scores, PAGE, [](int, float) {});
     }
 
@@ -108,8 +109,9 @@ struct Part : RunningSoftmax {
     template <typename Context>
     void add_pages(const Context& context, int64_t begin, int64_t end) {
         for (int64_t page = begin; page < end; page++) {
+            if (hides_page(page)) continue;
             score_keys_of(context, page);
-            weigh_page();
+            weigh_page(page);
             const auto *scales = (const Scale*)context.pool(4, page), *zeros = (const Scale*)context.pool(5, page);
             add_page(context.pool(3, page), scales, zeros);
         }
@@ -120,8 +122,9 @@ struct Part : RunningSoftmax {
     template <typename Context>
     void add_exact_tokens(const Context& context, int64_t packed, int64_t key_pages, int64_t total) {
         for (int64_t page = packed; page < key_pages; page++) {
+            if (hides_page(page)) continue;
             score_keys_of(context, page);
-            weigh_page();
+            weigh_page(page);
             add_exact(PAGE, [&](int t) { return context.value(SINKS + page * PAGE + t); }, scores, PAGE);
         }
         const int64_t first = SINKS + std::max(packed, key_pages) * PAGE;
@@ -152,7 +155,7 @@ void attend_all(
         const int64_t head = i % tasks / blocks;
         const auto context = contexts(b, head);
         const Token* of_head = q + (b * heads + head) * queries.count * HEAD;
-        Part found = queries.start<Part>(of_head, i % blocks, total[b], scale);
+        Part found = queries.start<Part>(of_head, b, head, i % blocks, total[b], scale);
         found.add_pages(context, begin, std::min(begin + PAGES_PER_PART, packed[b]));
         if (part + 1 == first[b + 1]) found.add_exact_tokens(context, packed[b], key_pages[b], total[b]);
         std::copy(found.out, found.out + QUERIES * HEAD, outs.data() + i * QUERIES * HEAD);
@@ -162,7 +165,7 @@ void attend_all(
     for (int64_t b = 0; b < samples; b++)
         for (int64_t row = 0; row < heads * queries.count; row++) {
             const int64_t own = row / queries.count * blocks * QUERIES + row % queries.count;
-            float high = -INFINITY, all = 0, sums[HEAD] = {};
+            float high = peak[first[b] * tasks * QUERIES + own], all = 0, sums[HEAD] = {};
             for (int64_t part = first[b]; part < first[b + 1]; part++)
                 high = std::max(high, peak[part * tasks * QUERIES + own]);
             for (int64_t part = first[b]; part < first[b + 1]; part++) {
@@ -172,7 +175,7 @@ void attend_all(
                 for (int d = 0; d < HEAD; d++) sums[d] += outs[at * HEAD + d] * rescale;
             }
             Token* to = out + (b * heads * queries.count + row) * HEAD;
-            for (int d = 0; d < HEAD; d++) round_to(to[d], sums[d] / all);
+            for (int d = 0; d < HEAD; d++) round_to(to[d], attended(sums[d], all));
         }
 }
 

@@ -10,9 +10,11 @@ from kvpass.codec.tensors import Pack
 
 from ..call_types import AttendCall
 from ..inductor.page_view import ATTENDED
+from ..reference import with_starts
 from ..table import FEW, DispatchKey, implements
 from . import attend_allocated, attend_codes
 
+_EXTRAS = "mask", "padding"
 _MAX_GROUP = 8  # query heads per KV head: sums of more do not fit into registers
 
 
@@ -32,8 +34,8 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return f"it attends with at most {FEW} query tokens."
     if dispatch.dtype is None:
         return "the dtypes of queries and cache differ."
-    if dispatch.extras:
-        return f"it does not support {', '.join(dispatch.extras)}."
+    if other := [name for name in dispatch.extras if name not in _EXTRAS]:
+        return f"it does not support {', '.join(other)}."
     if dispatch.queries == 1 and dispatch.group > _MAX_GROUP:
         return f"it attends with at most {_MAX_GROUP} query heads for each KV head."
     key, value = map(parse, dispatch.specs)
@@ -46,4 +48,4 @@ def _refuses(dispatch: DispatchKey) -> str | None:
 def attend(call: AttendCall[Pack]) -> list[Tensor]:
     kernel = kernel_of(call.k_spec, call.v_spec, call.q.shape[3], call.q.dtype)
     assert kernel is not None, "the table asks `_refuses` first"
-    return [kernel(call)]
+    return [kernel(with_starts(call))]

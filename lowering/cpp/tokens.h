@@ -66,24 +66,70 @@ inline void to_floats(const Stored* from, float* to) {
     for (; i < COUNT; i++) to[i] = number(from[i]);
 }
 
+// The mask of a call: for each sample, query head and token of the call a row of all tokens, which are bools (true: may
+// attend) or are added to the scores. Strides are in tokens; 0 shares rows.
+struct Mask {
+    enum Kind { NONE, BOOL, ADDED };
+
+    const uint8_t* rows = nullptr;
+    int64_t kind = NONE, of_sample = 0, of_head = 0, of_token = 0;
+};
+
+// The row of one query.
+struct MaskRow {
+    const uint8_t* visible = nullptr;  // null: not bools
+    const Token* added = nullptr;      // null: not added
+
+    MaskRow() = default;
+    MaskRow(const Mask& mask, int64_t at)
+        : visible(mask.kind == Mask::BOOL ? mask.rows + at : nullptr),
+          added(mask.kind == Mask::ADDED ? (const Token*)mask.rows + at : nullptr) {}
+
+    bool hides(int64_t first, int count) const {
+        return visible && std::all_of(visible + first, visible + first + count, [](uint8_t x) { return !x; });
+    }
+
+    // first: the token of the first of count scores. As in torch, the lowest finite number hides nothing if all tokens
+    // have it.
+    void apply(int64_t first, int count, float* scores) const {
+        constexpr float LOWEST = std::numeric_limits<float>::lowest();
+        for (int t = 0; visible && t < count; t++)
+            if (!visible[first + t]) scores[t] = -INFINITY;
+        for (int t = 0; added && t < count; t++) {
+            const float more = number(added[first + t]);
+            scores[t] = more < LOWEST ? more : std::max(scores[t] + more / LN_2, LOWEST);
+        }
+    }
+};
+
 // Running softmax. Scores are base-2 logarithms, for several tokens at a time; those of query r start at r * apart. They
 // are converted to weights relative to the largest score so far.
 struct RunningSoftmax {
     float q[QUERIES * HEAD], out[QUERIES * HEAD] = {}, peak[QUERIES], sum[QUERIES] = {};
     Floats products[QUERIES * PAGE];  // per token, before the sum over lanes
     int64_t visible[QUERIES];  // tokens that each query sees, of those added by add_all_exact
+    MaskRow masks[QUERIES];
 
     // queries: how many there are; others are zeros.
     RunningSoftmax(const Token* from, float scale, int queries = QUERIES) {
         for (int i = 0; i < QUERIES * HEAD; i++) q[i] = i < queries * HEAD ? number(from[i]) * (scale / LN_2) : 0;
-        std::fill(peak, peak + QUERIES, -INFINITY);
+        std::fill(peak, peak + QUERIES, std::numeric_limits<float>::lowest());
         std::fill(visible, visible + QUERIES, INT64_MAX);
     }
 
-    // Hides what a query does not see of count tokens from first on. Each query sees the first token that is added.
+    // Hides what a query does not see of count tokens from first on.
     void hide(int64_t first, int count, float* scores, int apart) const {
-        for (int r = 0; r < QUERIES; r++)
+        for (int r = 0; r < QUERIES; r++) {
             for (int64_t t = std::max<int64_t>(0, visible[r] - first); t < count; t++) scores[r * apart + t] = -INFINITY;
+            masks[r].apply(first, count, scores + r * apart);
+        }
+    }
+
+    // Whether the mask hides a page of packed tokens from all queries.
+    bool hides_page(int64_t page) const {
+        return std::all_of(masks, masks + QUERIES, [&](const MaskRow& row) {
+            return row.hides(SINKS + page * PAGE, PAGE);
+        });
     }
 
     // key(i): the key of the i-th of count tokens. count is at most PAGE.
@@ -158,17 +204,26 @@ struct RunningSoftmax {
     }
 };
 
+// A sum of values over the sum of its weights. The largest weight is 1, unless the query sees no token.
+inline float attended(float values, float weights) { return weights < 0.5f ? 0 : values / weights; }
+
 // The queries of a KV head: its query heads and, of each, the tokens of the call. They are processed in blocks of QUERIES.
 struct Queries {
     int64_t count, tokens, causal;
+    Mask mask = {};
 
     int64_t blocks() const { return (count + QUERIES - 1) / QUERIES; }
     int64_t in_block(int64_t block) const { return std::min<int64_t>(QUERIES, count - block * QUERIES); }
 
-    // The running softmax of a block. all: the number of all tokens, those of the call included.
+    // The running softmax of a block of a KV head. all: the number of all tokens, those of the call included.
     template <typename Part>
-    Part start(const Token* q, int64_t block, int64_t all, float scale) const {
+    Part start(const Token* q, int64_t sample, int64_t head, int64_t block, int64_t all, float scale) const {
         Part part(q + block * QUERIES * HEAD, scale, in_block(block));
+        for (int r = 0; mask.kind && r < QUERIES; r++) {
+            const int64_t own = block * QUERIES + std::min<int64_t>(r, in_block(block) - 1), query_head = head * (count / tokens) + own / tokens;
+            const int64_t at = sample * mask.of_sample + query_head * mask.of_head + own % tokens * mask.of_token;
+            part.masks[r] = {mask, at};
+        }
         for (int r = 0; causal && r < QUERIES; r++)
             part.visible[r] = all - tokens + (block * QUERIES + r) % tokens + 1;
         return part;
