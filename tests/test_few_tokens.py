@@ -15,10 +15,12 @@ from common import randn
 CPU = torch.device("cpu")
 
 
-def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interleaved=False, tokens=1, mask_of=None):
+def assert_as_the_reference(
+    module, plan, shape, dtype, present, lengths, interleaved=False, tokens=1, mask_of=None, sinks=None
+):
     """Compare attention of ``tokens`` tokens over caches of ``shape`` ``(batch, heads, queries, head_dim)`` at
     ``lengths`` with the reference. With page-relative RoPE, half of the channels are rotated. mask_of: makes the mask
-    from its shape."""
+    from its shape. sinks: logits of query heads."""
     batch, heads, queries, dim = shape
     rope = rope_of(dim // 4, interleaved) if plan.key.transform.turns else ""
     for n in lengths:
@@ -42,7 +44,8 @@ def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interl
         mask = None if mask_of is None else mask_of(batch, heads * queries, tokens, n + present * tokens)
         causal = bool(present) and mask is None
         arguments = q[:, :, n:], *packs, key.length_tensor(n), *new, mask, causal, dim**-0.5, 0.0, *texts
-        got, expected = (torch.ops.kvpass.attend(*arguments, name, **key.tables())[0] for name in ("cpp", "reference"))
+        more = key.tables() | dict(sinks=sinks)
+        got, expected = (torch.ops.kvpass.attend(*arguments, name, **more)[0] for name in ("cpp", "reference"))
         error = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(got, expected, atol=error, rtol=error)
 
@@ -146,6 +149,18 @@ def test_masks_hide_and_weigh_tokens_as_in_the_reference(scheme, mask, tokens):
     assert_as_the_reference(
         module, plan, (2, 2, 3, 32), torch.float32, True, (2, 170, 1100), tokens=tokens, mask_of=mask
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("scheme", ["kivi-sinks", "waterfill"])
+def test_sinks_join_the_softmax_as_in_the_reference(scheme, tokens):
+    """With logits that outweigh all tokens, and far smaller ones, in another dtype."""
+    plan = get(scheme).plan(LayerGeometry(0, 1, 2, 32, torch.float32, CPU))
+    module = attend_codes if scheme.startswith("kivi") else attend_allocated
+    sinks = torch.tensor([30.0, 5, 0, 1, -2, -1e4], dtype=torch.float64)
+    given = dict(tokens=tokens, sinks=sinks)
+    assert_as_the_reference(module, plan, (2, 2, 3, 32), torch.float32, True, (2, 170, 1100), **given)
+    assert_as_the_reference(module, plan, (2, 2, 3, 32), torch.float32, True, (170,), **given, mask_of=padding)
 
 
 @pytest.mark.slow_cases("*-1", "256-*")

@@ -85,7 +85,8 @@ extern "C" void kernel(
         const int64_t head = h % heads;
         merge(
             found.data() + h * parts, parts, (const Scale*)value_basis + head * HEAD * BLOCK,
-            value_fields + head * values::PLACES_OF_HEAD, table, (Token*)out + h * QUERIES * HEAD
+            value_fields + head * values::PLACES_OF_HEAD, table, (Token*)out + h * QUERIES * HEAD,
+            QUERIES, [](int) { return -INFINITY; }
         );
     }
 }

@@ -49,16 +49,18 @@ struct PartResult {
 };
 
 // The attention of the first rows queries of a head over all its parts, [rows, HEAD]. basis, fields: those of its values.
-template <typename Basis>
+// sink(r): the score of the sink of a query, which has no value; minus infinity for none.
+template <typename Basis, typename Sink>
 inline void merge(
     const PartResult* found, int64_t parts, const Basis* basis, const values::Fields* fields, const float* table, Token* out,
-    int64_t rows = QUERIES
+    int64_t rows, Sink sink
 ) {
     values::Total total;
     float sums[QUERIES * HEAD] = {}, all[QUERIES] = {};
-    for (int r = 0; r < QUERIES; r++) {
-        float high = found[0].peak[r];
+    for (int r = 0; r < rows; r++) {
+        float high = sink(r);
         for (int64_t part = 0; part < parts; part++) high = std::max(high, found[part].peak[r]);
+        all[r] = std::exp2(sink(r) - high);
         for (int64_t part = 0; part < parts; part++) {
             const PartResult& own = found[part];
             const float rescale = std::exp2(own.peak[r] - high);

@@ -20,7 +20,7 @@ from kvpass.layout.pool import capacity
 
 from ..call_types import AttendCall
 from .allocated import defines_of, look_up_table
-from .attend_codes import DTYPES, LANES, MASK_TYPES, as_tokens, at_a_time, mask_arguments
+from .attend_codes import DTYPES, LANES, SOFTMAX_TYPES, as_tokens, at_a_time, softmax_arguments
 from .build import build, source, text
 
 _BYTES, _INTS, _NUMBER = "const uint8_t*", "const int32_t*", "int64_t"
@@ -63,7 +63,18 @@ def attention_source(key: CodecSpec, value: CodecSpec, head_dim: int, queries: i
 def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
     windows = dict(KEY_WINDOW=key.retention.ring_size, VALUE_WINDOW=value.retention.ring_size)
     side = [_BYTES, _BYTES, _BYTES if isinstance(key.codec, LayerPages) else _INTS]
-    types = [_BYTES, "uint8_t*", *side, *side, *7 * [_BYTES], "const float*", *16 * [_NUMBER], *MASK_TYPES, _NUMBER, "float"]
+    types = [
+        _BYTES,
+        "uint8_t*",
+        *side,
+        *side,
+        *7 * [_BYTES],
+        "const float*",
+        *16 * [_NUMBER],
+        *SOFTMAX_TYPES,
+        _NUMBER,
+        "float",
+    ]
     parts = attention_source(key, value, head_dim, queries, dtype)
     return build(parts + text(windows, "rings.h", "allocated_attend.cpp"), types)
 
@@ -102,6 +113,6 @@ def attend(call: AttendCall[Pack]) -> Tensor:
         q, out, *sides, *exact, cos, sin, q if center is None else center.contiguous(),
         look_up_table(q.device), batch, heads, n, present, pages, *rooms, cos.shape[1], cos.shape[2], pairs,
         int(interleaved), int(center is not None), of_samples, queries, tokens, int(call.causal),
-        *mask_arguments(call, q), torch.get_num_threads(), call.scale,
+        *softmax_arguments(call, q), torch.get_num_threads(), call.scale,
     )  # fmt: skip
     return out

@@ -26,8 +26,8 @@ struct Samples {
 }  // namespace
 
 // All samples have the same number of tokens: n stored ones, and present ones of the call. Of each KV head there are
-// queries queries, of tokens tokens; if causal is 1, these are the present ones, and see each other as such. For mask see
-// tokens.h.
+// queries queries, of tokens tokens; if causal is 1, these are the present ones, and see each other as such. For the mask and
+// sinks see tokens.h.
 extern "C" void kernel(
     const uint8_t* q, uint8_t* out, const uint8_t* key_codes, const uint8_t* key_scales, const uint8_t* key_zeros,
     const uint8_t* value_codes, const uint8_t* value_scales, const uint8_t* value_zeros, const uint8_t* key_ring,
@@ -35,7 +35,7 @@ extern "C" void kernel(
     int64_t n, int64_t present, int64_t packed, int64_t key_pages, int64_t key_codes_room, int64_t key_scales_room,
     int64_t key_zeros_room, int64_t value_codes_room, int64_t value_scales_room, int64_t value_zeros_room,
     int64_t queries, int64_t tokens, int64_t causal, const uint8_t* mask, int64_t mask_kind, int64_t mask_of_sample,
-    int64_t mask_of_head, int64_t mask_of_token, int64_t threads, float scale
+    int64_t mask_of_head, int64_t mask_of_token, const float* sinks, int64_t with_sinks, int64_t threads, float scale
 ) {
     constexpr int64_t KEY_CODES = PAGE * KEY_BITS / 8 * HEAD, VALUE_CODES = PAGE * VALUE_BITS / 8 * HEAD;
     constexpr int64_t KEY_PARAMS = HEAD * sizeof(Scale), VALUE_PARAMS = PAGE * GROUPS * sizeof(Scale);
@@ -46,10 +46,10 @@ extern "C" void kernel(
     };
     const Rings rings = {
         (const Token*)key_ring, (const Token*)value_ring, (const Token*)key_new, (const Token*)value_new, n, present};
+    const Mask of_call = {mask, mask_kind, mask_of_sample, mask_of_head, mask_of_token};
     const std::vector<int64_t> totals(samples, n + present), of_both(samples, packed), of_keys(samples, key_pages);
     attend_all(
         (const Token*)q, scale, (Token*)out, totals.data(), of_both.data(), of_keys.data(), samples, heads,
-        Samples{pools, rings, heads}, threads,
-        {queries, tokens, causal, {mask, mask_kind, mask_of_sample, mask_of_head, mask_of_token}}
+        Samples{pools, rings, heads}, threads, {queries, tokens, causal, of_call, with_sinks ? sinks : nullptr}
     );
 }

@@ -24,10 +24,10 @@ LANES = 16
 """Largest number of vector lanes. Page and group sizes are multiples of it."""
 _SERVED = {f"bits={bits}" for bits, fields in FIELDS.items() if len(fields) == 1}
 _SERVED |= {"per=channel", "per=token", "keep=recent", "codec=", "evict=attention", "fit=minmax", "predictor="}
-MASK_TYPES = "const uint8_t*", *4 * ["int64_t"]
-"""Types of the arguments that `mask_arguments` returns."""
+SOFTMAX_TYPES = "const uint8_t*", *4 * ["int64_t"], "const float*", "int64_t"
+"""Types of the arguments that `softmax_arguments` returns."""
 DTYPES = torch.float32, torch.bfloat16
-_TYPES = ["const uint8_t*", "uint8_t*", *10 * ["const uint8_t*"], *15 * ["int64_t"], *MASK_TYPES, "int64_t", "float"]
+_TYPES = ["const uint8_t*", "uint8_t*", *10 * ["const uint8_t*"], *15 * ["int64_t"], *SOFTMAX_TYPES, "int64_t", "float"]
 
 
 @cache
@@ -73,7 +73,7 @@ def attend(call: AttendCall[Pack]) -> Tensor:
     out = torch.empty_like(q)
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, at_a_time(queries, tokens), dtype)(
         q, out, *pools, *exact, batch, heads, n, present, packed, key_pages, *rooms, queries, tokens, int(call.causal),
-        *mask_arguments(call, q), torch.get_num_threads(), call.scale,
+        *softmax_arguments(call, q), torch.get_num_threads(), call.scale,
     )  # fmt: skip
     return out
 
@@ -87,18 +87,18 @@ def at_a_time(queries: int, tokens: int) -> int:
 _NONE, _BOOL, _ADDED = range(3)  # Mask::Kind of tokens.h
 
 
-def mask_arguments(call: AttendCall[Pack], q: Tensor) -> tuple[Tensor | int, ...]:
-    """The mask of ``call``, and its kind and strides (tokens.h). q: its queries, which stand in for a mask that is
-    None."""
-    mask = call.mask
+def softmax_arguments(call: AttendCall[Pack], q: Tensor) -> tuple[Tensor | int, ...]:
+    """The mask of ``call``, its kind and its strides (tokens.h), and its sinks. q: its queries, which stand in for what
+    is None."""
+    mask, sinks = call.mask, (q, 0) if call.sinks is None else (call.sinks.float().contiguous(), 1)
     if mask is None:
-        return q, _NONE, 0, 0, 0
+        return q, _NONE, 0, 0, 0, *sinks
     kind = _BOOL if mask.dtype == torch.bool else _ADDED
     if kind == _ADDED and mask.dtype != q.dtype:
         mask = mask.to(q.dtype)
     if mask.stride(3) != 1:
         mask = mask.contiguous()
-    return mask, kind, *(0 if mask.shape[dim] == 1 else mask.stride(dim) for dim in range(3))
+    return mask, kind, *(0 if mask.shape[dim] == 1 else mask.stride(dim) for dim in range(3)), *sinks
 
 
 def as_tokens(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -165,9 +165,11 @@ void attend_all(
     for (int64_t b = 0; b < samples; b++)
         for (int64_t row = 0; row < heads * queries.count; row++) {
             const int64_t own = row / queries.count * blocks * QUERIES + row % queries.count;
-            float high = peak[first[b] * tasks * QUERIES + own], all = 0, sums[HEAD] = {};
+            const float sink = queries.sink(row / queries.count, row % queries.count);
+            float high = std::max(sink, peak[first[b] * tasks * QUERIES + own]), sums[HEAD] = {};
             for (int64_t part = first[b]; part < first[b + 1]; part++)
                 high = std::max(high, peak[part * tasks * QUERIES + own]);
+            float all = std::exp2(sink - high);
             for (int64_t part = first[b]; part < first[b + 1]; part++) {
                 const int64_t at = part * tasks * QUERIES + own;
                 const float rescale = std::exp2(peak[at] - high);

@@ -14,7 +14,7 @@ from ..reference import with_starts
 from ..table import FEW, DispatchKey, implements
 from . import attend_allocated, attend_codes
 
-_EXTRAS = "mask", "padding"
+_EXTRAS = "mask", "padding", "sinks"
 _MAX_GROUP = 8  # query heads per KV head: sums of more do not fit into registers
 
 

@@ -204,24 +204,31 @@ struct RunningSoftmax {
     }
 };
 
-// A sum of values over the sum of its weights. The largest weight is 1, unless the query sees no token.
+// A sum of values over the sum of its weights, the largest of which is 1. It is far less if the query sees no token.
 inline float attended(float values, float weights) { return weights < 0.5f ? 0 : values / weights; }
 
 // The queries of a KV head: its query heads and, of each, the tokens of the call. They are processed in blocks of QUERIES.
 struct Queries {
     int64_t count, tokens, causal;
     Mask mask = {};
+    const float* sinks = nullptr;  // a logit of each query head, which joins its softmax without a value; null for none
 
     int64_t blocks() const { return (count + QUERIES - 1) / QUERIES; }
     int64_t in_block(int64_t block) const { return std::min<int64_t>(QUERIES, count - block * QUERIES); }
+
+    // The query head of a query of a KV head.
+    int64_t head_of(int64_t head, int64_t query) const { return head * (count / tokens) + query / tokens; }
+
+    // The score of the sink of a query of a KV head.
+    float sink(int64_t head, int64_t query) const { return sinks ? sinks[head_of(head, query)] / LN_2 : -INFINITY; }
 
     // The running softmax of a block of a KV head. all: the number of all tokens, those of the call included.
     template <typename Part>
     Part start(const Token* q, int64_t sample, int64_t head, int64_t block, int64_t all, float scale) const {
         Part part(q + block * QUERIES * HEAD, scale, in_block(block));
         for (int r = 0; mask.kind && r < QUERIES; r++) {
-            const int64_t own = block * QUERIES + std::min<int64_t>(r, in_block(block) - 1), query_head = head * (count / tokens) + own / tokens;
-            const int64_t at = sample * mask.of_sample + query_head * mask.of_head + own % tokens * mask.of_token;
+            const int64_t own = block * QUERIES + std::min<int64_t>(r, in_block(block) - 1);
+            const int64_t at = sample * mask.of_sample + head_of(head, own) * mask.of_head + own % tokens * mask.of_token;
             part.masks[r] = {mask, at};
         }
         for (int r = 0; causal && r < QUERIES; r++)
