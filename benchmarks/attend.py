@@ -4,6 +4,7 @@
     python benchmarks/attend.py --scheme kivi,waterfill          # two schemes
     python benchmarks/attend.py --scheme kivi,FOLDER --heads 9 --kv-heads 3 --head-dim 64    # a calibration of SmolLM2
     python benchmarks/attend.py --queries 512 --lowering auto,reference     # a chunk; the reference dequantizes first
+    python benchmarks/attend.py --batch 8 --padding 0.25         # a quarter of the tokens of a batch are left padding
     python benchmarks/attend.py --batch 16 --lengths 8192,32768,131072 --json h100.json
 
 Baselines: "packed heads" is scaled_dot_product_attention over the KV heads, with the query heads of each as rows of one
@@ -18,6 +19,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from memory import Peak
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvpass.cache.per_cache import RotaryState
@@ -31,11 +33,21 @@ from kvpass.schemes.calibrated import Calibration
 from timing import arguments, copy_bandwidth, measure, show, write
 
 
-def baselines(q, k, v) -> dict:
+def mask_of(q, tokens: int, padding: float) -> Tensor | None:
+    """A causal mask of the queries ``q`` over all ``tokens``, which hides left padding: none in the first sample, twice
+    ``padding`` of the tokens in the last. None if there is no padding, and one query."""
+    queries, device = q.shape[2], q.device
+    if queries == 1 and not padding:
+        return None
+    mask = torch.ones(1, 1, queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)
+    starts = torch.linspace(0, 2 * padding * tokens, len(q), device=device).long()
+    return mask & (torch.arange(tokens, device=device) >= starts[:, None, None, None]) if padding else mask
+
+
+def baselines(q, k, v, padding: float) -> dict:
     """Attention over dense ``k``, ``v`` ``[B, H_kv, T, D]``, by name."""
-    repeats, queries = q.shape[1] // k.shape[1], q.shape[2]
-    if queries > 1:  # what transformers calls for a chunk
-        mask = torch.ones(1, 1, queries, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - queries)
+    repeats, mask = q.shape[1] // k.shape[1], mask_of(q, k.shape[2], padding)
+    if mask is not None:  # what transformers calls for a chunk or padding
         repeated = lambda x: x.repeat_interleave(repeats, 1)  # noqa: E731
         return {
             "SDPA, repeat_kv, mask": lambda: F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask)
@@ -117,7 +129,8 @@ def compare(schemes: list[str], length: int, args, dtype: torch.dtype) -> dict:
     k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
     q = torch.randn(args.batch, args.heads, args.queries, args.head_dim, device=device, dtype=dtype)
     new = k[:, :, : args.queries].contiguous()
-    variants = baselines(q, k, v)
+    variants = baselines(q, k, v, args.padding)
+    mask = mask_of(q, length + args.queries, args.padding) if args.padding else None
     read = dict.fromkeys(variants, k.nbytes + v.nbytes)
     for scheme in schemes:
         states = states_of(read_scheme(scheme), k, v)
@@ -125,20 +138,20 @@ def compare(schemes: list[str], length: int, args, dtype: torch.dtype) -> dict:
         rotary = states[0].rotary
         tables = dict(cos=rotary.cos, sin=rotary.sin, rope=rope_of(args.head_dim // 2, False)) if rotary else {}
         for name in args.lowering.split(","):
-            variants[f"{scheme}, {name}"] = partial(_attend, q, *given, new, name, tables)
+            variants[f"{scheme}, {name}"] = partial(_attend, q, *given, new, mask, name, tables)
             read[f"{scheme}, {name}"] = nbytes(states, length)
     seconds, peak = measure(variants, device, args.rounds), Peak(device)
     return dict(seconds=seconds, bytes_read=read, peak={name: peak.of(fn) for name, fn in variants.items()})
 
 
-def _attend(q, packs, texts, length, new, lowering: str, tables: dict) -> None:
-    how = None, q.shape[2] > 1, q.shape[3] ** -0.5, 0.0
+def _attend(q, packs, texts, length, new, mask, lowering: str, tables: dict) -> None:
+    how = mask, mask is None and q.shape[2] > 1, q.shape[3] ** -0.5, 0.0
     torch.ops.kvpass.attend(q, *packs, length, new, new, *how, *texts, lowering, **tables)
 
 
 def main() -> None:
     lowering = "triton" if torch.cuda.is_available() else "auto"
-    args = arguments(__doc__, lowering, "2048,8192,32768", rounds=30, queries=1)
+    args = arguments(__doc__, lowering, "2048,8192,32768", rounds=30, queries=1, padding=0.0)
     device, results = torch.device(args.device), {}
     bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
     with torch.inference_mode():

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 
-def arguments(description: str, lowering: str, lengths: str, rounds: int, **numbers: int) -> argparse.Namespace:
+def arguments(description: str, lowering: str, lengths: str, rounds: int, **numbers: int | float) -> argparse.Namespace:
     """The arguments of a benchmark of one layer's ops, with these defaults, and further ``numbers``. Also sets the
     number of threads."""
     cuda = torch.cuda.is_available()
@@ -29,7 +29,7 @@ def arguments(description: str, lowering: str, lengths: str, rounds: int, **numb
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", help="also write what was measured to this file")
     for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     return args
