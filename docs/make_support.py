@@ -17,7 +17,7 @@ from kvpass.schemes import CalibratedWaterfillConfig, LayerGeometry, LayerPlan, 
 from kvpass.vllm.serving_config import Served
 
 PAGE = Path(__file__).with_name("support.md")
-LAYERS, HEADS, GROUP, HEAD_DIM, DTYPE = 4, 8, 4, 128, torch.bfloat16
+LAYERS, HEADS, HEAD_DIM, DTYPE = 4, 8, 128, torch.bfloat16
 ATTENTION = {  # query tokens, 0 for more than are drafted; what attention does besides
     "one token": (1, ()),
     "one token, padded": (1, ("mask",)),
@@ -27,7 +27,7 @@ ATTENTION = {  # query tokens, 0 for more than are drafted; what attention does 
 HEAD = f"""# Support matrix
 
 Made by `python docs/make_support.py` from the table that chooses at run time (`lowering/table.py`), for layers of
-{HEADS} KV heads with {GROUP} query heads each, `head_dim` {HEAD_DIM}, {str(DTYPE).removeprefix("torch.")}.
+{HEADS} KV heads, `head_dim` {HEAD_DIM}, {str(DTYPE).removeprefix("torch.")}.
 
 **cpp** and **triton** are hand-written kernels, and **inductor** is compiled by Inductor: in attention, they read
 quantized pages. **inductor-tiled** and **tiled** dequantize a tile of pages at a time, multiply it with all queries,
@@ -64,7 +64,7 @@ def row(name: str, device: str) -> list[str]:
     cells = [" / ".join(dict.fromkeys(stores))]
     for queries, extras in ATTENTION.values():
         scored = ("attention mass",) if plan.key.statistic else ()
-        key = DispatchKey("attend", device, specs, queries, HEAD_DIM, DTYPE, GROUP, (*extras, *scored))
+        key = DispatchKey("attend", device, specs, queries, HEAD_DIM, DTYPE, (*extras, *scored))
         cells.append(select(key).name)
     return cells
 

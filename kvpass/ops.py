@@ -231,7 +231,7 @@ def _attend(
         coded = list(map(str, specs)) if coded else coded
         mask, causal, starts = within_window(span, n, q, mask, causal, starts, length)
     used = extras(mask, starts, rotary, sinks, softcap, statistic, k_new, v_new, latent)
-    run = select(attention_key(q, ring, k_new, coded, q.shape[2], used), lowering).run
+    run = select(attention_key(q, ring, coded, q.shape[2], used), lowering).run
     call = AttendCall(
         q, keys, values, n, k_new, v_new, mask, causal, scale, softcap, specs[0], specs[1], rotary, sinks, statistic,
         importance, length, starts, latent,

@@ -31,7 +31,7 @@ FEW = 16
 """A call with at most this many query tokens is a decode step or verifies drafts; a larger one is a prompt."""
 
 
-_UNEQUAL, _LATENT = "values of another shape than keys", "latent attention"
+_UNEQUAL, LATENT = "values of another shape than keys", "latent attention"
 
 
 def few(queries: int) -> int:
@@ -50,14 +50,14 @@ def extras(
     if plain and not unequal and not latent:
         return ()
     used = {"mask": mask is not None, "padding": starts is not None, "RoPE": bool(rotary), "sinks": sinks is not None}
-    used |= {"softcap": bool(softcap), "attention mass": bool(statistic), _LATENT: latent}
+    used |= {"softcap": bool(softcap), "attention mass": bool(statistic), LATENT: latent}
     used[_UNEQUAL] = unequal and not latent
     return tuple(name for name, is_used in used.items() if is_used)
 
 
 def refuses_shapes(dispatch: DispatchKey) -> str | None:
     """Why a kernel for keys and values of equal shape cannot serve attention, or None if it can."""
-    used = [name for name in (_UNEQUAL, _LATENT) if name in dispatch.extras]
+    used = [name for name in (_UNEQUAL, LATENT) if name in dispatch.extras]
     return f"it does not support {used[0]}." if used else None
 
 
@@ -70,7 +70,6 @@ class DispatchKey:
     queries: number of query tokens, or 0 if there are more than `FEW`.
     head_dim: channels per head.
     dtype: for attention: the dtype of queries and cache, or None if they differ.
-    group: for attention: query heads per KV head.
     extras: for attention: the additional features of the call (`extras`).
     """
 
@@ -80,7 +79,6 @@ class DispatchKey:
     queries: int = 0
     head_dim: int = 0
     dtype: torch.dtype | None = None
-    group: int = 0
     extras: tuple[str, ...] = ()
 
     @cached_property
@@ -159,12 +157,12 @@ def lowerings(op: str) -> list[str]:
 
 
 def attention_key(
-    q: Tensor, ring: Tensor, k_new: Tensor, specs: Sequence[str], queries: int, used: tuple[str, ...]
+    q: Tensor, ring: Tensor, specs: Sequence[str], queries: int, used: tuple[str, ...]
 ) -> DispatchKey:
     """The dispatch key of ``kvpass::attend`` with ``queries`` query tokens. ring: a tensor of the cache; used: the
     `extras` of the call."""
-    dtype, group = q.dtype if q.dtype == ring.dtype else None, q.shape[1] // k_new.shape[1]
-    return DispatchKey("attend", q.device.type, tuple(specs), few(queries), q.shape[3], dtype, group, used)
+    dtype = q.dtype if q.dtype == ring.dtype else None
+    return DispatchKey("attend", q.device.type, tuple(specs), few(queries), q.shape[3], dtype, used)
 
 
 @cache

@@ -19,7 +19,7 @@ from . import reference
 from .call_types import AttendCall, DequantizeCall
 from .partial_attention import Partial, attend_partially
 from .reference import dequantize_predicted, read_pages, with_past, with_starts
-from .table import EAGER, DispatchKey, implements
+from .table import EAGER, LATENT, DispatchKey, implements
 
 _VALUES = 1 << 19  # keys to dequantize at a time
 
@@ -62,7 +62,7 @@ def refuses(dispatch: DispatchKey) -> str | None:
         return "it runs on CPUs."
     if not dispatch.specs:
         return "the past is already dequantized."
-    if dispatch.queries == 1:
+    if dispatch.queries == 1 and LATENT not in dispatch.extras:
         return "it attends with several query tokens."
     if "attention mass" in dispatch.extras:
         return "it does not return attention mass."
@@ -114,7 +114,7 @@ def _in_tiles(call: AttendCall[Pack], dequantize_fn: Callable) -> Tensor:
         k, v = keys.read(start, stop, here), values.read(start, stop, here)
         of_tile = attend_partially(rows, *_heads(call, k, v), _bias(call, part), call.scale, call.softcap)
         found = of_tile if found is None else found.and_also(of_tile)
-    shape = *call.q.shape[:3], values.head_dim
+    shape = *call.q.shape[:3], (keys if call.latent else values).head_dim
     if found is None:  # every token is hidden
         return call.q.new_zeros(shape)
     found = Partial(found.out.reshape(shape), found.lse.reshape(shape[:3]))

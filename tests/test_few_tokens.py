@@ -60,6 +60,7 @@ def assert_as_the_reference(
         ("kivi-4", torch.float32, (3, 1, 1, 128)),
         ("squat", torch.bfloat16, (2, 2, 2, 96)),
         ("kivi-1", torch.float32, (1, 2, 4, 32)),
+        ("kivi-sinks", torch.float32, (2, 1, 11, 32)),
     ],
 )
 def test_attention_over_codes_equals_the_reference(scheme, dtype, shape, present):
@@ -81,6 +82,7 @@ ALIKE = dict(scheme="waterfill", rich_key_fields=(0, 0), rich_value_fields=(0, 0
         ("waterfill-heads", torch.float32, (2, 3, 3, 64)),
         ("waterfill-heads", torch.bfloat16, (1, 4, 1, 32)),
         ("waterfill-3", torch.float32, (1, 2, 1, 128)),
+        ("waterfill-heads", torch.float32, (2, 1, 17, 32)),
         (dict(scheme="waterfill", rope="post", residual=64), torch.bfloat16, (2, 1, 4, 96)),
         (dict(scheme="waterfill", center=False, residual=16, sinks=0), torch.float32, (1, 2, 2, 64)),
         (ALIKE, torch.float32, (2, 1, 5, 48)),

@@ -2,6 +2,7 @@
 and models with it run packed as untouched."""
 
 import dataclasses
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from kvpass.compile.find import find
 from kvpass.compile.normalise import in_place, normalise
 from kvpass.eval.size import bits_at
 from kvpass.layout.window import length_tensor
+from kvpass.lowering import tiles
 from kvpass.schemes import IdentityConfig, LayerGeometry
 
 from common import coded, randn, seeds
@@ -180,9 +182,11 @@ def test_nothing_else_passes_for_an_expansion(other):
 # ---------------------------------------------------------------- the op
 
 
-@given(seeds, st.sampled_from((1, 3)), st.sampled_from((0, 3, 40)), st.booleans())
-@settings(max_examples=12)
-def test_attention_over_a_latent_is_attention_over_both_parts_with_the_latent_as_values(seed, queries, past, masked):
+@given(seeds, st.sampled_from((1, 3)), st.sampled_from((0, 3, 40)), st.booleans(), st.booleans())
+@settings(max_examples=24)
+def test_attention_over_a_latent_is_attention_over_both_parts_with_the_latent_as_values(
+    seed, queries, past, masked, in_tiles
+):
     spec, dims, parts = coded(32, "token", 1, 8), (RANK, ROTARY), []
     for which, dim in enumerate(dims):
         x = randn(seed + which, BATCH, 1, past + queries, dim)
@@ -193,10 +197,11 @@ def test_attention_over_a_latent_is_attention_over_both_parts_with_the_latent_as
     (latent, key), (rotary, value) = parts
     q, total = randn(seed + 2, BATCH, HEADS, queries, RANK + ROTARY), past + queries
     mask = torch.ones(queries, total, dtype=torch.bool).tril(past) if masked else None
-    (got,) = torch.ops.kvpass.attend(
-        q, key.pack, value.pack, length_tensor(past, q.device), latent[:, :, past:], rotary[:, :, past:],
-        None if mask is None else mask[None, None], False, 0.3, 0.0, key.text, value.text, latent=True,
-    )  # fmt: skip
+    with patch.object(tiles, "_VALUES", 1 if in_tiles else tiles._VALUES):
+        (got,) = torch.ops.kvpass.attend(
+            q, key.pack, value.pack, length_tensor(past, q.device), latent[:, :, past:], rotary[:, :, past:],
+            None if mask is None else mask[None, None], False, 0.3, 0.0, key.text, value.text, latent=True,
+        )  # fmt: skip
     whole = torch.cat([latent, rotary], -1).expand(-1, HEADS, -1, -1)
     expected = F.scaled_dot_product_attention(q, whole, latent.expand(-1, HEADS, -1, -1), mask, scale=0.3)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

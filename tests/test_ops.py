@@ -423,13 +423,13 @@ def test_the_log_names_the_lowering_and_the_reason(caplog):
         OPS.attend(*attend_arguments(KIVI, 70, queries=3, causal=True)[0])
         select(DispatchKey("attend", "cpu", tuple(map(str, KIVI)), queries=1, head_dim=DIM))
         select(DispatchKey("attend", "cpu", (str(coded(32, "token", 16, 16)),) * 2, queries=1, head_dim=DIM))
-        of_one = DispatchKey("attend", "cpu", tuple(map(str, KIVI)), 1, DIM, torch.float32, 2)
-        assert select(of_one).name == "cpp" and select(replace(of_one, extras=("mask", "sinks"))).name == "inductor"
+        of_one = DispatchKey("attend", "cpu", tuple(map(str, KIVI)), 1, DIM, torch.float32)
+        assert select(of_one).name == "cpp" and select(replace(of_one, extras=("mask", "softcap"))).name == "inductor"
     several, one, raw, kernel, masked = (
         record.message for record in caplog.records if "kvpass::attend on" in record.message
     )
     assert "3 queries: cpp" in several and "1 query: inductor" in one
-    assert "1 query: cpp" in kernel and "not cpp: it does not support mask, sinks." in masked
+    assert "1 query: cpp" in kernel and "not cpp: it does not support softcap." in masked
     assert "1 query: reference (" in raw and "not inductor: it does not support bits=32." in raw
 
 

@@ -203,16 +203,17 @@ def test_every_scheme_is_read_in_tiles(name, monkeypatch):
 def test_schemes_that_need_attention_scores_are_dequantized_as_a_whole(name):
     plan = get(name).plan_of(LayerGeometry(1, 4, 2, DIM, torch.float32, CPU))
     extras = ("attention mass",) if plan.key.statistic else ()
-    dispatch = DispatchKey("attend", "cpu", (str(plan.key), str(plan.value)), 5, DIM, torch.float32, 2, extras)
+    dispatch = DispatchKey("attend", "cpu", (str(plan.key), str(plan.value)), 5, DIM, torch.float32, extras)
     assert select(dispatch, "eager").name == "reference"
 
 
 @pytest.mark.parametrize(
     ("specs", "queries", "extras", "auto", "name"),
     [
-        (KIVI, 1, ("mask",), "inductor", "inductor"),
+        (KIVI, 1, ("mask",), "cpp", "inductor"),
+        (KIVI, 1, ("latent attention",), "inductor-tiled", "inductor-tiled"),
         (KIVI, 2, (), "cpp", "inductor-tiled"),
-        (KIVI, 16, ("mask",), "inductor-tiled", "inductor-tiled"),
+        (KIVI, 16, ("mask", "sinks"), "cpp", "inductor-tiled"),
         (WITH_SINKS, 16, ("mask", "softcap"), "inductor-tiled", "inductor-tiled"),
         (KIVI, 17, (), "inductor-tiled", "inductor-tiled"),
         (KIVI, 2, ("values of another shape than keys",), "inductor-tiled", "inductor-tiled"),
@@ -223,7 +224,7 @@ def test_schemes_that_need_attention_scores_are_dequantized_as_a_whole(name):
     ],
 )  # fmt: skip
 def test_the_dispatcher_selects_attention_of_several_queries(specs, queries, extras, auto, name):
-    dispatch = DispatchKey("attend", "cpu", tuple(map(str, specs)), few(queries), DIM, torch.float32, 2, extras)
+    dispatch = DispatchKey("attend", "cpu", tuple(map(str, specs)), few(queries), DIM, torch.float32, extras)
     assert (select(dispatch).name, select(dispatch, "inductor").name) == (auto, name)
     assert select(dispatch, name).name == name
     assert select(dispatch, "eager").name == ("tiled" if name == "inductor-tiled" else "reference")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..codec.spec import parse
-from ..lowering.cpp.attend_codes import defines_of, serves
+from ..lowering.cpp.attend_codes import at_a_time, defines_of, serves
 from ..lowering.cpp.build import build, source
 from ..lowering.table import DispatchKey
 from .batch import Batch, Tiles
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .paged_attention import Layer
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("exact_tokens.h", "single_query.cpp")]
-_TYPES = ["const uint8_t*", "uint8_t*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *14 * ["int64_t"], "float"]
+_TYPES = ["const uint8_t*", "uint8_t*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *15 * ["int64_t"], "float"]
 
 
 HAS = None
@@ -58,10 +58,11 @@ class SingleQueryAttention:
         found = batch.contexts(tiles, layer.key.retention, layer.value.retention)
         q = q[tiles.rows[:, 0]].to(layer.window.dtype)
         out = torch.empty_like(q)
-        self._kernel(q.shape[1] // heads)(
+        queries = q.shape[1] // heads
+        self._kernel(at_a_time(queries, 1))(
             q, out, found.total, found.packed, found.half, found.blocks, found.window, *self._tensors, len(q), heads,
             found.blocks.shape[1], found.window.shape[1], *self._where, batch.lead, *self._window,
-            torch.get_num_threads(), layer.scale,
+            queries, torch.get_num_threads(), layer.scale,
         )  # fmt: skip
         return out
 

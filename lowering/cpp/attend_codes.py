@@ -6,6 +6,7 @@ Codes are read in place. Scales are multiplied into the queries and weights inst
 
 from collections.abc import Callable
 from functools import cache
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from ..call_types import AttendCall
 from .build import build, source
 
 BLOCK = 4
-"""Queries at a time, if a call has several tokens: as many as fit into registers."""
+"""Queries at a time, if a call has several tokens."""
+MOST = 8
+"""Query heads of a KV head at a time, if a call has one token: sums of more do not fit into registers."""
 LANES = 16
 """Largest number of vector lanes. Page and group sizes are multiples of it."""
 _SERVED = {f"bits={bits}" for bits, fields in FIELDS.items() if len(fields) == 1}
@@ -81,7 +84,7 @@ def attend(call: AttendCall[Pack]) -> Tensor:
 def at_a_time(queries: int, tokens: int) -> int:
     """How many of the ``queries`` queries of a KV head the kernels attend with at a time. If they are those of several
     ``tokens``, their number does not matter, so that one kernel serves them all."""
-    return queries if tokens == 1 else BLOCK
+    return ceil(queries / ceil(queries / MOST)) if tokens == 1 else BLOCK
 
 
 _NONE, _BOOL, _ADDED = range(3)  # Mask::Kind of tokens.h

@@ -10,12 +10,11 @@ from kvpass.codec.tensors import Pack
 
 from ..call_types import AttendCall
 from ..inductor.page_view import ATTENDED
-from ..reference import with_starts
+from ..reference import with_past, with_starts
 from ..table import FEW, DispatchKey, implements
 from . import attend_allocated, attend_codes
 
 _EXTRAS = "mask", "padding", "sinks"
-_MAX_GROUP = 8  # query heads per KV head: sums of more do not fit into registers
 
 
 def kernel_of(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
@@ -36,8 +35,6 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return "the dtypes of queries and cache differ."
     if other := [name for name in dispatch.extras if name not in _EXTRAS]:
         return f"it does not support {', '.join(other)}."
-    if dispatch.queries == 1 and dispatch.group > _MAX_GROUP:
-        return f"it attends with at most {_MAX_GROUP} query heads for each KV head."
     key, value = map(parse, dispatch.specs)
     if kernel_of(key, value, dispatch.head_dim, dispatch.dtype) is None:
         return "it has no kernel for this codec, head_dim and dtype."
@@ -48,4 +45,4 @@ def _refuses(dispatch: DispatchKey) -> str | None:
 def attend(call: AttendCall[Pack]) -> list[Tensor]:
     kernel = kernel_of(call.k_spec, call.v_spec, call.q.shape[3], call.q.dtype)
     assert kernel is not None, "the table asks `_refuses` first"
-    return [kernel(with_starts(call))]
+    return [kernel(with_past(with_starts(call)))]

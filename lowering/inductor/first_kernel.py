@@ -34,9 +34,8 @@ def compile_ahead(shape: AttentionShape, key: CodecSpec, value: CodecSpec, batch
     key, value: specs of keys and values. mass: whether the kernel also returns attention mass.
     """
     device, head_dim, dtype = shape.device, shape.head_dim, shape.dtype
-    group = shape.num_attention_heads // shape.num_key_value_heads
     used = ("attention mass",) if mass else ()
-    dispatch = DispatchKey("attend", device.type, (str(key), str(value)), 1, head_dim, dtype, group, used)
+    dispatch = DispatchKey("attend", device.type, (str(key), str(value)), 1, head_dim, dtype, used)
     if select(dispatch).name != "inductor":  # other lowerings compile within seconds
         return
     rope = rope_of(head_dim // 2, interleaved=False) if key.transform.turns else ""  # not known yet; the common case
