@@ -86,11 +86,13 @@ def concentration(q: Tensor, k: Tensor, mask: Tensor | None, retention: Retentio
     at = torch.arange(tokens, device=q.device)
     if mask is None:
         valid = torch.ones(batch, asking, dtype=torch.bool, device=q.device)
-        mask = (at <= at[tokens - asking :, None])[None, None]
     else:
-        valid, mask = not_padding(mask, batch, asking), mask[..., -tokens:]
+        valid, mask = not_padding(mask, batch, asking), mask[..., -tokens:].expand(batch, -1, -1, -1)
     index = sampled(valid, _SAMPLES)[:, None, :, None]
-    bias = mask.expand(batch, -1, -1, -1).gather(2, index.expand(-1, mask.shape[1], -1, tokens))
+    if mask is None:
+        bias = at <= tokens - asking + index
+    else:
+        bias = mask.gather(2, index.expand(-1, mask.shape[1], -1, tokens))
     if bias.dtype == torch.bool:
         bias = torch.zeros(bias.shape, device=q.device).masked_fill(~bias, -torch.inf)
     bias = bias.unflatten(1, (heads, -1)) if len(bias[0]) > 1 else bias.unsqueeze(1).expand(-1, heads, -1, -1, -1)

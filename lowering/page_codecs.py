@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kvpass.codec.spec import CodecSpec
 
-from .cpp import shares_pages
 from .inductor.pages import dequantize_all
 from .reference import dequantize_predicted
 from .table import DispatchKey, Implementation, select
@@ -29,6 +28,5 @@ def codecs_for(spec: CodecSpec, device: torch.device, head_dim: int, lowering: s
     def chosen(op: str) -> Implementation:
         return select(DispatchKey(op, device.type, (str(spec),), head_dim=head_dim), lowering)
 
-    own = {"inductor": dequantize_all, shares_pages.NAME: shares_pages.dequantize_pages}
-    dequantize = own.get(chosen("dequantize").name, dequantize_predicted)
-    return Codecs(chosen("quantize").run, dequantize)
+    compiled = chosen("dequantize").lowering == "inductor"
+    return Codecs(chosen("quantize").run, dequantize_all if compiled else dequantize_predicted)

@@ -156,9 +156,7 @@ def lowerings(op: str) -> list[str]:
     return sorted({row.lowering for row in _TABLE.get(op, {}).values()} - {"reference"})
 
 
-def attention_key(
-    q: Tensor, ring: Tensor, specs: Sequence[str], queries: int, used: tuple[str, ...]
-) -> DispatchKey:
+def attention_key(q: Tensor, ring: Tensor, specs: Sequence[str], queries: int, used: tuple[str, ...]) -> DispatchKey:
     """The dispatch key of ``kvpass::attend`` with ``queries`` query tokens. ring: a tensor of the cache; used: the
     `extras` of the call."""
     dtype = q.dtype if q.dtype == ring.dtype else None

@@ -21,7 +21,7 @@ from kvpass.codec.rope import parse_rope
 from kvpass.codec.transform_coding import DISTORTION, STEPS, allocate, gains, second_moment, widths_of
 from kvpass.layout.pool import handle
 from kvpass.layout.retention import Retention
-from kvpass.lowering.cpp import allocated
+from kvpass.lowering.cpp import allocated, dequantize_allocated
 from kvpass.schemes import LayerGeometry, WaterfillConfig, get
 
 from common import DTYPES, awkward, chunkings, generator, randn, seeds
@@ -562,6 +562,37 @@ def test_kernels_read_fields_like_dequantize(queries, head_dim, residual, fields
     finally:
         torch.set_num_threads(threads)
         allocated._kernel.cache_clear()
+
+
+@pytest.mark.slow_cases("*256*")
+@pytest.mark.parametrize("vectors", [None, 256, 1])
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "allocation"),
+    [
+        (48, 32, Allocation(14, 8, 16, False)),
+        (64, 32, Allocation(12, 4, 32, False, 22, 8)),
+        (512, 64, Allocation(14, 4, 32, False)),
+        (96, 16, Allocation(2, 1, 4, False, 14, 0)),
+        (32, 48, Allocation(3, 2, 1, False)),
+    ],
+    ids=str,
+)
+def test_the_kernel_dequantizes_pages_as_pytorch_does(head_dim, page_size, allocation, vectors):
+    """For vectors of all sizes, blocks of part of a vector and of several, and the last page of a pool."""
+    spec = spec_of(allocation, page_size=page_size, window=page_size + 8)
+    x = mixed(3, 2, 3, 5 * page_size, head_dim)
+    basis, places = allocation.fit_basis(x, None)
+    chosen = [randn(5, 2, 3, 16, head_dim)] if allocation.chooses else []
+    (pages,) = quantize_pages(x, spec, [basis.half(), places.int(), *chosen])
+    dequantize_allocated._kernel.cache_clear()
+    try:
+        with inductor_config.patch({"cpp.simdlen": vectors}):
+            for count in (5, 1):
+                kept = [pages[:, :, :count], basis.half(), places.int()]
+                got = dequantize_allocated.dequantize_pages(kept, spec)
+                torch.testing.assert_close(got, dequantize_pages(*kept, spec), atol=1e-4, rtol=1e-4)
+    finally:
+        dequantize_allocated._kernel.cache_clear()
 
 
 @both

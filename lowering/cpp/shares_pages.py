@@ -1,4 +1,4 @@
-"""Quantizes and dequantizes pages that hold all heads (`kvpass.codec.layer_pages`) on CPUs."""
+"""Quantizes pages that hold all heads (`kvpass.codec.layer_pages`) on CPUs."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -11,11 +11,9 @@ from kvpass.codec.layer_pages import LayerPages
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.transform_coding import DISTORTION, GAINS_TRIED, LEAST_GAIN, OCTAVE, STEPS, UNIT
 
-from .. import reference
 from ..append import append, append_layers
-from ..call_types import AppendCall, AppendLayersCall, DequantizeCall
+from ..call_types import AppendCall, AppendLayersCall
 from ..table import DispatchKey, implements
-from .allocated import look_up_table
 from .attend_allocated import shared_defines
 from .attend_codes import LANES
 from .build import build, source, text
@@ -29,7 +27,6 @@ _BYTES, _INTS, _FLOATS, _NUMBER = "const uint8_t*", "const int32_t*", "const flo
 _TYPES = {
     "shares_quantize": [_FLOATS, _BYTES, _BYTES, *2 * [_FLOATS], "const int64_t*", "uint8_t*", *7 * [_NUMBER],
                         *2 * ["float"]],
-    "shares_dequantize": [_BYTES, _FLOATS, _BYTES, _FLOATS, "float*", *5 * [_NUMBER]],
 }  # fmt: skip
 
 
@@ -71,18 +68,6 @@ def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tens
     return (out,)
 
 
-def dequantize_pages(kept: Sequence[Tensor], spec: CodecSpec, references=(), predictor=()) -> Tensor:
-    """`kvpass.lowering.reference.dequantize_predicted` for these pages."""
-    pages, basis, widths = kept
-    (batch, _, count, *_), (_, heads, _, head_dim) = pages.shape, widths.shape
-    out = torch.empty(batch, heads, count * spec.page_size, head_dim)
-    _kernel("shares_dequantize", spec.stored_as, head_dim)(
-        pages.contiguous(), basis.float().contiguous(), widths.contiguous(),
-        look_up_table(pages.device), out, batch, heads, count, int(len(widths) == batch), torch.get_num_threads(),
-    )  # fmt: skip
-    return out
-
-
 @implements("append_", NAME, has=(_FEATURES,), refuses=_refuses, lowering="inductor")
 def append_(call: AppendCall) -> None:
     append(quantize, call)
@@ -91,8 +76,3 @@ def append_(call: AppendCall) -> None:
 @implements("append_layers_", NAME, has=(_FEATURES,), refuses=_refuses, lowering="inductor")
 def append_layers_(call: AppendLayersCall) -> None:
     append_layers(quantize, call)
-
-
-@implements("dequantize", NAME, has=(_FEATURES,), refuses=_refuses, lowering="inductor")
-def dequantize(call: DequantizeCall) -> Tensor:
-    return reference.read(dequantize_pages, call)

@@ -121,6 +121,10 @@ def append_layers_(call: AppendLayersCall) -> None:
     append_layers(quantize, call)
 
 
+CPU_KERNELS: dict[str, Callable[[Sequence[Tensor], CodecSpec], Tensor]] = {}
+"""Other kernels that dequantize pages on CPUs, by the name of the codec. They take the stored tensors and the spec."""
+
+
 @implements("dequantize", "inductor", has=(_DEQUANTIZED,))
 def dequantize(call: DequantizeCall) -> Tensor:
     return reference.read(dequantize_all, call)
@@ -130,6 +134,8 @@ def dequantize_all(kept: Sequence[Tensor], spec: CodecSpec, references, predicto
     """`kvpass.lowering.reference.dequantize_predicted`, with a kernel if the codec has one."""
     codes = kept[0]
     batch, heads, pages = codes.shape[:3]
+    if pages and codes.device.type == "cpu" and spec.codec.name in CPU_KERNELS:
+        return CPU_KERNELS[spec.codec.name](kept, spec)
     if not pages or spec.codec.name not in (Affine.name, SecondLevel.name):
         return dequantize_pages(*kept, spec)
     kept, spec = one_level(kept, spec), spec.plain

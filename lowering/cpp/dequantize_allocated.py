@@ -1,0 +1,64 @@
+"""Dequantizes pages with per-channel bit widths (`kvpass.codec.allocation`, `kvpass.codec.layer_pages`) on CPUs."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvpass.codec.allocation import Allocation
+from kvpass.codec.by_head import ByHead
+from kvpass.codec.layer_pages import LayerPages
+from kvpass.codec.shares import Shares
+from kvpass.codec.spec import CodecSpec
+
+from .. import reference
+from ..append import PLACES
+from ..call_types import DequantizeCall
+from ..inductor.pages import CPU_KERNELS, dequantize_all
+from ..table import DispatchKey, implements
+from .allocated import defines_of, look_up_table
+from .attend_allocated import shared_defines
+from .build import build, source, text
+
+_BYTES, _FLOATS = "const uint8_t*", "const float*"
+_CODECS = Allocation, ByHead, Shares
+FEATURES = PLACES | {f"codec={codec.name}" for codec in _CODECS} | {
+    "codec.follows", "codec.adapts", "codec.ranked", "codec.rich_pairs", "codec.rich_singles", "per=token", "bits=8",
+    "center", "page_rope", "numbered",
+}  # fmt: skip
+
+
+@cache
+def _kernel(spec: CodecSpec, head_dim: int) -> Callable[..., None]:
+    shared = isinstance(spec.codec, LayerPages)
+    block_size = LayerPages.of(spec).block_size if shared else Allocation.of(spec).block_size
+    defines = dict(QUERIES=1, HEAD=head_dim, BLOCK=block_size, PAGE=spec.page_size)
+    own = (shared_defines if shared else defines_of)(spec, head_dim)
+    fields = _BYTES if shared else "const int32_t*"
+    types = [_BYTES, _FLOATS, fields, _FLOATS, "float*", *5 * ["int64_t"]]
+    return build(source(defines) + text(own, "allocated.h", "dequantize_allocated.cpp"), types)
+
+
+def dequantize_pages(kept: Sequence[Tensor], spec: CodecSpec) -> Tensor:
+    """`kvpass.codec.pages.dequantize_pages` of these codecs: ``[B, H, N * P, D]`` float32."""
+    pages, basis, fields = kept
+    (batch, _, count, *_), (_, heads, head_dim, _) = pages.shape, basis.shape
+    out = torch.empty(batch, heads, count * spec.page_size, head_dim)
+    _kernel(spec.stored_as, head_dim)(
+        pages.contiguous(), basis.float().contiguous(), fields.contiguous(), look_up_table(pages.device), out, batch,
+        heads, count, int(len(basis) == batch), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+CPU_KERNELS.update({codec.name: dequantize_pages for codec in _CODECS})
+
+
+def _refuses(dispatch: DispatchKey) -> str | None:
+    return None if dispatch.device == "cpu" else "it runs on CPUs."
+
+
+@implements("dequantize", "cpp", has=(FEATURES,), refuses=_refuses, lowering="inductor")
+def dequantize(call: DequantizeCall) -> Tensor:
+    return reference.read(dequantize_all, call)
