@@ -42,7 +42,7 @@ def test_one_graph_serves_every_source_length_and_equals_eager():
         assert [layer.tokens for layer in cache_layers(got[2])] == [24, 24, source, source]
     report = kvpass.explain(model)
     assert (report.packed, report.fused, len(report.graphs)) == (4, 4, 1)
-    assert "attend: inductor" in str(report) and "cross-attention: K 2 bit" in str(report)
+    assert "attend: cpp" in str(report) and "cross-attention: K 2 bit" in str(report)
     assert report.nbytes == kvpass.nbytes(got[2]) and report.tokens == 24
     assert (
         report.full_nbytes == 2 * 2 * (2 * 24 + 2 * 33) * 64 * 4

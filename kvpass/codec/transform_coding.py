@@ -28,6 +28,7 @@ _FLOOR = 0.02  # minimum cost of a channel relative to the mean: later queries m
 OCTAVE, UNIT = 16, 128  # gain levels per factor of 2, and the level of gain 1
 GAINS_TRIED = 0, -6, -3, 3, 6  # gain levels to try, relative to the size of a token's coordinates
 LEAST_GAIN, _LEAST_VARIANCE = 1e-9, 2.0**-16  # a basis is stored in 16 bits
+_TOKENS = 1024  # to sum the second moment of at a time
 SHIFTS = 8  # number of possible shifts of a field in its code
 
 
@@ -113,15 +114,15 @@ def field_widths(pairs: int, singles: int, device: torch.device) -> Tensor:
     return torch.tensor([FIELD_BITS[0]] * pairs + [FIELD_BITS[1]] * singles, device=device)
 
 
-def blocks(x: Tensor, size: int) -> Tensor:
-    """Split channels into blocks: ``[B, H, T, D]`` -> ``[B, H, D / size, T, size]``."""
-    found: Tensor = x.unflatten(-1, (-1, size)).transpose(2, 3)
-    return found
-
-
 def coordinates(x: Tensor, basis: Tensor) -> Tensor:
     """The coordinates of tokens ``[B, H, T, D]`` in a basis ``[B or 1, H, D, b]``: ``[B, H, T, D]`` float32."""
-    return times_blocks(x.double(), inverse_of(basis)).float()
+    found = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    size = basis.shape[-1]
+    for part, of_block, matrix in zip(
+        x.split(size, -1), found.split(size, -1), inverse_of(basis).unbind(2), strict=True
+    ):
+        of_block.copy_(part.double() @ matrix)
+    return found
 
 
 def inverse_of(basis: Tensor) -> Tensor:
@@ -132,8 +133,8 @@ def inverse_of(basis: Tensor) -> Tensor:
 
 def times_blocks(x: Tensor, matrices: Tensor) -> Tensor:
     """Tokens ``[B, H, T, D]`` times block-diagonal matrices ``[B or 1, H, D / b, b, b]``."""
-    found: Tensor = (blocks(x, matrices.shape[-1]) @ matrices).transpose(2, 3).flatten(-2)
-    return found
+    parts = zip(x.split(matrices.shape[-1], -1), matrices.unbind(2), strict=True)
+    return torch.cat([part @ matrix for part, matrix in parts], -1)
 
 
 def second_moment(x: Tensor, size: int, valid: Tensor | None = None) -> Tensor:
@@ -144,8 +145,9 @@ def second_moment(x: Tensor, size: int, valid: Tensor | None = None) -> Tensor:
     """
     if valid is not None:
         x = x * valid[:, None, :, None]
-    of_blocks = blocks(x.double(), size)
-    moment: Tensor = of_blocks.mT @ of_blocks
+    moment = torch.zeros((), dtype=torch.float64, device=x.device)
+    for some in x.split(_TOKENS, 2):
+        moment = moment + torch.stack([part.mT @ part for part in some.double().split(size, -1)], 2)
     return moment
 
 

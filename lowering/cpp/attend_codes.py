@@ -99,9 +99,10 @@ def softmax_arguments(call: AttendCall[Pack], q: Tensor) -> tuple[Tensor | int, 
     kind = _BOOL if mask.dtype == torch.bool else _ADDED
     if kind == _ADDED and mask.dtype != q.dtype:
         mask = mask.to(q.dtype)
-    if mask.stride(3) != 1:
+    if mask.stride(-1) != 1:
         mask = mask.contiguous()
-    return mask, kind, *(0 if mask.shape[dim] == 1 else mask.stride(dim) for dim in range(3)), *sinks
+    rows = mask.expand(*q.shape[:3], mask.shape[-1])  # a decoder's own mask may have fewer dims
+    return mask, kind, *rows.stride()[:3], *sinks
 
 
 def as_tokens(x: Tensor, dtype: torch.dtype) -> Tensor:
