@@ -51,16 +51,11 @@ def plan_of(scheme: SchemeConfig) -> LayerPlan:
     return scheme.plan_of(LayerGeometry(1, LAYERS, HEADS, HEAD_DIM, DTYPE, torch.device("cpu")))
 
 
-def shown(dispatch: DispatchKey) -> str:
-    """Who serves ``dispatch``."""
-    return select(dispatch).name.replace("cpp-layer-pages", "cpp")
-
-
 def row(name: str, device: str) -> list[str]:
     """Who stores and attends on ``device``."""
     plan = plan_of(get(name))
     specs = str(plan.key), str(plan.value)
-    stores = [shown(DispatchKey("append_layers_", device, (spec,), 0, HEAD_DIM)) for spec in specs]
+    stores = [select(DispatchKey("append_layers_", device, (spec,), 0, HEAD_DIM)).name for spec in specs]
     cells = [" / ".join(dict.fromkeys(stores))]
     for queries, extras in ATTENTION.values():
         scored = ("attention mass",) if plan.key.statistic else ()
@@ -78,7 +73,7 @@ def in_vllm(name: str) -> str:
     except KVPassError:
         return "no"
     specs = str(plan.key), str(plan.value)
-    return shown(DispatchKey("paged_attend_one", "cpu", specs, 1, HEAD_DIM, DTYPE))
+    return select(DispatchKey("paged_attend_one", "cpu", specs, 1, HEAD_DIM, DTYPE)).name
 
 
 def page() -> str:

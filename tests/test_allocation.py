@@ -21,7 +21,7 @@ from kvpass.codec.rope import parse_rope
 from kvpass.codec.transform_coding import DISTORTION, STEPS, allocate, gains, second_moment, widths_of
 from kvpass.layout.pool import handle
 from kvpass.layout.retention import Retention
-from kvpass.lowering.cpp import allocated, dequantize_allocated
+from kvpass.lowering.cpp import allocated, dequantize_allocated, quantize_allocated
 from kvpass.schemes import LayerGeometry, WaterfillConfig, get
 
 from common import DTYPES, awkward, chunkings, generator, randn, seeds
@@ -577,22 +577,27 @@ def test_kernels_read_fields_like_dequantize(queries, head_dim, residual, fields
     ],
     ids=str,
 )
-def test_the_kernel_dequantizes_pages_as_pytorch_does(head_dim, page_size, allocation, vectors):
+def test_kernels_quantize_and_dequantize_pages_as_pytorch_does(head_dim, page_size, allocation, vectors):
     """For vectors of all sizes, blocks of part of a vector and of several, and the last page of a pool."""
     spec = spec_of(allocation, page_size=page_size, window=page_size + 8)
     x = mixed(3, 2, 3, 5 * page_size, head_dim)
     basis, places = allocation.fit_basis(x, None)
     chosen = [randn(5, 2, 3, 16, head_dim)] if allocation.chooses else []
     (pages,) = quantize_pages(x, spec, [basis.half(), places.int(), *chosen])
-    dequantize_allocated._kernel.cache_clear()
+    kernels = dequantize_allocated._kernel, quantize_allocated._kernel
+    for kernel in kernels:
+        kernel.cache_clear()
     try:
         with inductor_config.patch({"cpp.simdlen": vectors}):
+            (got,) = quantize_allocated.quantize(x, [basis.half(), places.int(), *chosen], spec)
+            assert (got != pages).float().mean() < 1e-3  # sums of another order round differently
             for count in (5, 1):
                 kept = [pages[:, :, :count], basis.half(), places.int()]
                 got = dequantize_allocated.dequantize_pages(kept, spec)
                 torch.testing.assert_close(got, dequantize_pages(*kept, spec), atol=1e-4, rtol=1e-4)
     finally:
-        dequantize_allocated._kernel.cache_clear()
+        for kernel in kernels:
+            kernel.cache_clear()
 
 
 @both

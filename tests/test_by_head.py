@@ -16,7 +16,7 @@ from kvpass.codec.by_head import ByHead, pairs_by_head
 from kvpass.codec.layer_pages import high_precision_masks, page_bytes, share_of
 from kvpass.codec.transform_coding import DISTORTION, PAIRS
 from kvpass.layout.retention import Retention
-from kvpass.lowering.cpp import dequantize_allocated, shares_pages
+from kvpass.lowering.cpp import dequantize_allocated, quantize_allocated
 from kvpass.lowering.fit_sequence import concentration
 from kvpass.runtime.simulated import Simulator
 from kvpass.schemes import LayerGeometry, WaterfillConfig, get
@@ -130,7 +130,7 @@ def test_samples_of_a_batch_are_stored_as_alone():
     for state in both:
         basis, widths = state.basis, state.widths
         (pages,) = quantize_pages(x, state.spec, [basis, widths, chosen])
-        (got,) = shares_pages.quantize(x, [basis, widths, chosen], state.spec)
+        (got,) = quantize_allocated.quantize(x, [basis, widths, chosen], state.spec)
         assert (got != pages).float().mean() < 1e-3  # sums of another order round differently
         values = dequantize_allocated.dequantize_pages([pages, basis, widths], state.spec)
         torch.testing.assert_close(values, dequantize_pages(pages, basis, widths, state.spec), atol=1e-4, rtol=1e-4)

@@ -25,7 +25,7 @@ from kvpass.codec.shares import page_bytes, water_fill
 from kvpass.codec.tensors import of_model
 from kvpass.codec.transform_coding import DISTORTION, STEPS, WIDEST, divided
 from kvpass.layout.retention import HeavyHitter, Retention
-from kvpass.lowering.cpp import attend_allocated, dequantize_allocated, few_tokens, shares_pages
+from kvpass.lowering.cpp import attend_allocated, dequantize_allocated, few_tokens, quantize_allocated
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.models.probe import fresh_cache, probe
 from kvpass.runtime.simulated import Simulator
@@ -137,13 +137,12 @@ def test_kernels_make_the_same_pages(ranked, adapts, dtype):
             chosen = [high_precision_masks(key_pages, 32, HEADS)]
         tensors = [given["share"], given["basis"], given["widths"]]
         (key_pages,) = quantize_pages(x, spec, tensors + chosen)
-        (pages,) = shares_pages.quantize(x, tensors + chosen, spec)
+        (pages,) = quantize_allocated.quantize(x, tensors + chosen, spec)
         assert (pages != key_pages).float().mean() < 1e-3  # sums of another order round differently
         values = dequantize_allocated.dequantize_pages([key_pages, *tensors[1:]], spec)
         torch.testing.assert_close(values, dequantize_pages(key_pages, *tensors[1:], spec), atol=1e-4, rtol=1e-4)
-        for op in ("quantize", "append_", "append_layers_"):
-            assert select(DispatchKey(op, "cpu", (str(spec),), head_dim=HEAD)).name == shares_pages.NAME
-        assert select(DispatchKey("dequantize", "cpu", (str(spec),), head_dim=HEAD)).name == "cpp"
+        for op in ("quantize", "dequantize", "append_", "append_layers_"):
+            assert select(DispatchKey(op, "cpu", (str(spec),), head_dim=HEAD)).name == "cpp"
 
 
 @pytest.mark.parametrize("ranked", [True, False])

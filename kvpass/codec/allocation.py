@@ -212,6 +212,15 @@ class Ranked:
         """Number of tokens of a page in each rank, high-precision tokens first."""
         return [page_size // RANKS, page_size - page_size // RANKS] if self.ranked else [page_size]
 
+    def units(
+        self, x: Tensor, basis: Tensor, spec: CodecSpec, chosen: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The coordinates of whole pages ``[B, H, N * P, D]`` in ``basis``, in token order, float32, and the mask of
+        their high-precision tokens ``[B, H, N, P / 8, 1]``; None without ranks. ``chosen`` as in `by_rank`."""
+        if not self.ranked:
+            return coordinates(x, basis), None
+        return coordinates(x, basis), chosen[0] if self.follows else choose(x, spec, chosen[0])
+
     def by_rank(
         self, x: Tensor, basis: Tensor, spec: CodecSpec, chosen: Sequence[Tensor]
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
@@ -221,10 +230,8 @@ class Ranked:
         x: whole pages, ``[B, H, N * P, D]``.
         chosen: with ranks, the queries that select the high-precision tokens, or the mask if ``follows``.
         """
-        high_mask = None
-        if self.ranked:
-            high_mask = chosen[0] if self.follows else choose(x, spec, chosen[0])
-        return high_mask, self.to_ranks(coordinates(x, basis), high_mask, spec)
+        units, high_mask = self.units(x, basis, spec, chosen)
+        return high_mask, self.to_ranks(units, high_mask, spec)
 
     def to_ranks(self, units: Tensor, high_mask: Tensor | None, spec: CodecSpec) -> tuple[Tensor, ...]:
         """The coordinates of the tokens of each rank, ``[B, H, N, T, D]``, from those of whole pages

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from ..errors import KVPassError
 from ..layout.pool import of_pages
-from .allocation import Ranked, choose
+from .allocation import Ranked
 from .bitpack import byte_rows, pack, unpack
 from .codec import NO_KEYS, Codec, Kept
 from .spec import CodecSpec
 from .tensors import Pack
-from .transform_coding import FIELD_BITS, UNIT, best_gain, coordinates, fields_first, gains, middle, steps_of
+from .transform_coding import FIELD_BITS, UNIT, best_gain, fields_first, gains, middle, steps_of
 
 
 def share_of(widths: Tensor) -> Tensor:
@@ -177,15 +177,6 @@ class LayerPages(Ranked, Codec):
 
     def marks_in(self, key_pages: Tensor, heads: int, spec: CodecSpec) -> Tensor:
         return high_precision_masks(key_pages, spec.page_size, heads)
-
-    def units(
-        self, x: Tensor, basis: Tensor, spec: CodecSpec, chosen: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        """The coordinates of whole pages ``[B, H, N * P, D]`` in ``basis``, in token order, float32, and the mask of
-        their high-precision tokens ``[B, H, N, P / 8, 1]``; None without ranks. ``chosen`` as in `by_rank`."""
-        if not self.ranked:
-            return coordinates(x, basis), None
-        return coordinates(x, basis), chosen[0] if self.follows else choose(x, spec, chosen[0])
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor]:
         """Quantize whole pages ``[B, H, N * P, D]`` to bytes ``[B, 1, N, 1, bytes]`` uint8.

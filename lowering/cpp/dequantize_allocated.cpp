@@ -85,7 +85,7 @@ extern "C" void kernel(
                 find_gains(page.bytes, layout, table, gains);
                 for_each_rank([&](auto rank) {
                     constexpr Rank of = RANKS[rank.value];
-                    const Place& at = layout[rank.value];
+                    const Place at = layout[rank.value];
                     const auto add = [&](auto bits, int byte, int rows, int row_bytes, int some, int first) {
                         add_fields<bits.value>(
                             page.bytes + byte, rows, row_bytes, some, of_head.coordinate + first,

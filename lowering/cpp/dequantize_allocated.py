@@ -29,15 +29,19 @@ FEATURES = PLACES | {f"codec={codec.name}" for codec in _CODECS} | {
 }  # fmt: skip
 
 
-@cache
-def _kernel(spec: CodecSpec, head_dim: int) -> Callable[..., None]:
+def page_source(spec: CodecSpec, head_dim: int) -> str:
+    """The C++ source of the layout of pages (allocated.h)."""
     shared = isinstance(spec.codec, LayerPages)
     block_size = LayerPages.of(spec).block_size if shared else Allocation.of(spec).block_size
     defines = dict(QUERIES=1, HEAD=head_dim, BLOCK=block_size, PAGE=spec.page_size)
-    own = (shared_defines if shared else defines_of)(spec, head_dim)
-    fields = _BYTES if shared else "const int32_t*"
+    return source(defines) + text((shared_defines if shared else defines_of)(spec, head_dim), "allocated.h")
+
+
+@cache
+def _kernel(spec: CodecSpec, head_dim: int) -> Callable[..., None]:
+    fields = _BYTES if isinstance(spec.codec, LayerPages) else "const int32_t*"
     types = [_BYTES, _FLOATS, fields, _FLOATS, "float*", *5 * ["int64_t"]]
-    return build(source(defines) + text(own, "allocated.h", "dequantize_allocated.cpp"), types)
+    return build(page_source(spec, head_dim) + text({}, "dequantize_allocated.cpp"), types)
 
 
 def dequantize_pages(kept: Sequence[Tensor], spec: CodecSpec) -> Tensor:
