@@ -16,16 +16,14 @@ once in 128 steps, which is not counted.
 import argparse
 import copy
 import itertools
-import operator
 import statistics
-from contextlib import contextmanager
 
 import torch
+from torch.profiler import profile
 from transformers import DynamicCache, QuantizedCache
 
 import kvpass
 from kvpass import models
-from kvpass.cache.layer import PackedLayer
 from kvpass.cli.shared import scheme as read_scheme
 from kvpass.eval import texts
 from kvpass.eval.speed import sharing_weights
@@ -39,6 +37,7 @@ QUANTIZED = {
     for backend, axis in (("quanto", 0), ("hqq", 1))
     for bits in (2, 4)
 }
+APPENDS = "kvpass::append_", "kvpass::append_layers_"
 PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
 
 
@@ -106,43 +105,29 @@ def by_length(variants: dict, ids, args) -> dict:
     return results
 
 
-def prefill(variants: dict, ids, args) -> dict[str, float]:
-    """Median seconds of a whole prompt by variant, and of storing its keys and values, the only part that kvpass adds
-    to it. The order of variants changes from round to round."""
-    times, storing = {name: [] for name in variants}, {name: [] for name in variants}
+def prefill(variants: dict, ids, args) -> dict[str, dict[str, float]]:
+    """Median seconds of a whole prompt by variant, and the share of storing its keys and values, from a profile of one
+    more prompt. The order of variants changes from round to round."""
+
+    def took(model) -> float:
+        cache = DynamicCache(config=model.config)
+        return seconds(lambda: fill(model, cache, ids, 0, args.prefill, args.prefill), ids.device)
+
+    times, storing = {name: [] for name in variants}, {}
     for turn in range(-1, args.rounds):
         for name, model in list(variants.items())[:: 1 if turn % 2 else -1]:
-            cache = DynamicCache(config=model.config)
-            with stored(cache if name == DEFAULT else PackedLayer, ids.device) as spent:
-                took = seconds(lambda: fill(model, cache, ids, 0, args.prefill, args.prefill), ids.device)  # noqa: B023
+            each = took(model)
             if turn >= 0:
-                times[name].append(took)
-                storing[name].append(sum(spent))
+                times[name].append(each)
+    for name, model in variants.items():
+        with profile() as found:
+            whole = took(model)
+        ops = [event for event in found.key_averages() if event.key in APPENDS]
+        storing[name] = sum(max(event.cpu_time_total, event.device_time_total) for event in ops) / 1e6 / whole
     medians = {name: statistics.median(each) for name, each in times.items()}
-    share = {name: statistics.median(map(operator.truediv, storing[name], each)) for name, each in times.items()}
-    show(
-        f"a prompt of {args.prefill} tokens",
-        medians,
-        {name: f"{100 * each:5.2f} % storing" for name, each in share.items()},
-    )
-    return dict(prompt=medians, storing=share)
-
-
-@contextmanager
-def stored(where, device: torch.device):
-    """The seconds of each ``update`` of a cache, or of all packed layers."""
-    spent, update = [], where.update
-
-    def timed(*call, **options):
-        out = []
-        spent.append(seconds(lambda: out.append(update(*call, **options)), device))
-        return out[0]
-
-    where.update = timed
-    try:
-        yield spent
-    finally:
-        where.update = update
+    notes = {name: f"{100 * share:5.2f} % storing" for name, share in storing.items()}
+    show(f"a prompt of {args.prefill} tokens", medians, notes)
+    return dict(prompt=medians, storing=storing)
 
 
 @torch.no_grad()
