@@ -3,6 +3,7 @@
     python benchmarks/decode_e2e.py                                               # SmolLM2-135M-Instruct, by length
     python benchmarks/decode_e2e.py --lengths 512 --max-cache-len 1024,16384      # does capacity change a step?
     python benchmarks/decode_e2e.py --draft 5 --steps 32                          # drafts of 4, with the token before
+    python benchmarks/decode_e2e.py --batch 8 --steps 32                          # eight sequences
     python benchmarks/decode_e2e.py --prefill 2048                                # what quantization adds to a prompt
     python benchmarks/decode_e2e.py --scheme kivi,FOLDER                          # two schemes, one of them calibrated
 
@@ -75,7 +76,7 @@ def measure(variants: dict, caches: dict, ids, length: int, args) -> dict[str, f
     times = {name: [] for name in caches}
     for step in range(-3, args.steps):  # three to compile and warm up
         first = length + (3 + step) * args.draft
-        token = ids[:, first : first + args.draft]
+        token = ids[:, first : first + args.draft].expand(args.batch, -1)
         for name, cache in caches.items():
             if name in QUANTIZED and step >= 0 and step % args.every:
                 continue
@@ -99,6 +100,8 @@ def by_length(variants: dict, ids, args) -> dict:
             fill(variants[name], cache, ids, start, stop)
         caches = {name: copy.deepcopy(cache) for name, cache in grown.items()}
         caches |= {name: requantized(grown[DEFAULT], config, how) for name, how in backends.items()}
+        for cache in caches.values():
+            cache.batch_repeat_interleave(args.batch)
         results[stop] = means = measure(variants, caches, ids, stop, args)
         context = {name: means[name] - results[lengths[0]][name] for name in means}
         show(f"{stop} tokens", means, {name: f"{each * 1e3:9.3f} ms of context" for name, each in context.items()})
@@ -138,6 +141,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="64,512,4096,7680", help="increasing")
     parser.add_argument("--steps", type=int, default=256)
     parser.add_argument("--draft", type=int, default=1, help="tokens of a step, all of which are kept")
+    parser.add_argument("--batch", type=int, default=1, help="sequences, which are copies of one")
     parser.add_argument("--every", type=int, default=16, help="rounds from one step of a QuantizedCache to the next")
     parser.add_argument("--max-cache-len", default="", help="one packed variant for each, by comma")
     parser.add_argument("--prefill", type=int, help="measure a prompt of as many tokens, and no steps")

@@ -63,18 +63,8 @@ def attention_source(key: CodecSpec, value: CodecSpec, head_dim: int, queries: i
 def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
     windows = dict(KEY_WINDOW=key.retention.ring_size, VALUE_WINDOW=value.retention.ring_size)
     side = [_BYTES, _BYTES, _BYTES if isinstance(key.codec, LayerPages) else _INTS]
-    types = [
-        _BYTES,
-        "uint8_t*",
-        *side,
-        *side,
-        *7 * [_BYTES],
-        "const float*",
-        *16 * [_NUMBER],
-        *SOFTMAX_TYPES,
-        _NUMBER,
-        "float",
-    ]
+    types = [_BYTES, "uint8_t*", *side, *side, *7 * [_BYTES], "const float*", *16 * [_NUMBER]]
+    types += [*SOFTMAX_TYPES, _NUMBER, "float"]
     parts = attention_source(key, value, head_dim, queries, dtype)
     return build(parts + text(windows, "rings.h", "allocated_attend.cpp"), types)
 

@@ -26,8 +26,8 @@ struct Samples {
 }  // namespace
 
 // All samples have the same number of tokens: n stored ones, and present ones of the call. Of each KV head there are
-// queries queries, of tokens tokens; if causal is 1, these are the present ones, and see each other as such. For the mask and
-// sinks see tokens.h.
+// queries queries, of tokens tokens; if causal is 1, these are the present ones, and see each other as such. For the mask
+// and sinks see tokens.h.
 extern "C" void kernel(
     const uint8_t* q, uint8_t* out, const uint8_t* key_codes, const uint8_t* key_scales, const uint8_t* key_zeros,
     const uint8_t* value_codes, const uint8_t* value_scales, const uint8_t* value_zeros, const uint8_t* key_ring,

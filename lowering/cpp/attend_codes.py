@@ -99,10 +99,10 @@ def softmax_arguments(call: AttendCall[Pack], q: Tensor) -> tuple[Tensor | int, 
     kind = _BOOL if mask.dtype == torch.bool else _ADDED
     if kind == _ADDED and mask.dtype != q.dtype:
         mask = mask.to(q.dtype)
-    if mask.stride(-1) != 1:
+    mask = mask.expand(*q.shape[:3], call.n + call.k_new.shape[2])  # a decoder's own mask may have fewer dims
+    if mask.stride(3) != 1:
         mask = mask.contiguous()
-    rows = mask.expand(*q.shape[:3], mask.shape[-1])  # a decoder's own mask may have fewer dims
-    return mask, kind, *rows.stride()[:3], *sinks
+    return mask, kind, *mask.stride()[:3], *sinks
 
 
 def as_tokens(x: Tensor, dtype: torch.dtype) -> Tensor:
