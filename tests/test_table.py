@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from kvpass import KVPassError
-from kvpass.codec import CodecSpec, Quantizer
+from kvpass.codec import Allocation, CodecSpec, Quantizer
+from kvpass.codec.layer_pages import LayerPages
 from kvpass.layout.retention import Recent
 from kvpass.lowering import table
 from kvpass.lowering.table import DispatchKey, Implementation, implements, select
+from kvpass.schemes import LayerGeometry, available, get
 
 from common import coded, implementations
 
@@ -135,3 +138,13 @@ def test_every_op_has_a_reference_that_serves_every_call():
         assert "eager" in implementations(op) and "reference" in table.names()
         for queries in (0, 1, 5):
             assert select(DispatchKey(op, "cpu", queries=queries), "reference").name == "reference"
+
+
+@pytest.mark.parametrize("name", available())
+def test_kernels_of_a_codec_serve_no_other_codec(name):
+    """Their features alone do not say so: those of a spec may be fewer."""
+    plan = get(name).plan_of(LayerGeometry(1, 4, 2, 64, torch.float32, torch.device("cpu")))
+    for spec in (plan.key, plan.value):
+        own = isinstance(spec.codec, (Allocation, LayerPages))
+        for op in ("quantize", "append_", "append_layers_", "dequantize"):
+            assert (select(DispatchKey(op, "cpu", (str(spec),), head_dim=64)).name == "cpp") == own

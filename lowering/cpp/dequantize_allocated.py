@@ -10,7 +10,7 @@ from kvpass.codec.allocation import Allocation
 from kvpass.codec.by_head import ByHead
 from kvpass.codec.layer_pages import LayerPages
 from kvpass.codec.shares import Shares
-from kvpass.codec.spec import CodecSpec
+from kvpass.codec.spec import CodecSpec, parse
 
 from .. import reference
 from ..append import PLACES
@@ -59,10 +59,15 @@ def dequantize_pages(kept: Sequence[Tensor], spec: CodecSpec) -> Tensor:
 CPU_KERNELS.update({codec.name: dequantize_pages for codec in _CODECS})
 
 
-def _refuses(dispatch: DispatchKey) -> str | None:
-    return None if dispatch.device == "cpu" else "it runs on CPUs."
+def refuses(dispatch: DispatchKey) -> str | None:
+    """Why these kernels cannot serve ``dispatch``, or None if they can."""
+    if dispatch.device != "cpu":
+        return "it runs on CPUs."
+    if not all(isinstance(parse(spec).codec, _CODECS) for spec in dispatch.specs):
+        return "it has no kernel for this codec."
+    return None
 
 
-@implements("dequantize", "cpp", has=(FEATURES,), refuses=_refuses, lowering="inductor")
+@implements("dequantize", "cpp", has=(FEATURES,), refuses=refuses, lowering="inductor")
 def dequantize(call: DequantizeCall) -> Tensor:
     return reference.read(dequantize_all, call)

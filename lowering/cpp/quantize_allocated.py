@@ -18,7 +18,7 @@ from ..call_types import AppendCall, AppendLayersCall
 from ..table import DispatchKey, implements
 from .attend_codes import LANES
 from .build import build, text
-from .dequantize_allocated import FEATURES, page_source
+from .dequantize_allocated import FEATURES, page_source, refuses
 
 _BYTES, _INTS, _FLOATS, _NUMBER = "const uint8_t*", "const int32_t*", "const float*", "int64_t"
 
@@ -37,8 +37,8 @@ def _constants() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:
-    if dispatch.device != "cpu":
-        return "it runs on CPUs."
+    if (reason := refuses(dispatch)) is not None:
+        return reason
     return "it reads a vector of channels at a time." if dispatch.head_dim % LANES else None
 
 
@@ -54,7 +54,7 @@ def _opened(fitted: Sequence[Tensor], spec: CodecSpec, head_dim: int) -> tuple[i
 def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor]:
     batch, heads, tokens, head_dim = x.shape
     codec, pages = spec.codec, tokens // spec.page_size
-    assert isinstance(codec, (Allocation, LayerPages)), "the table compares features first"
+    assert isinstance(codec, (Allocation, LayerPages)), "the table asks `_refuses` first"
     size, basis, fields, chosen = _opened(fitted, spec, head_dim)
     units, high_mask = codec.units(x, basis, spec, chosen)
     check_finite(units)
