@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..codec.spec import CodecSpec, parse
 from ..errors import KVPassError, NotCapturedError
 from ..layout.window import LENGTH_OFFSET, WINDOW_OFFSET
-from .appends import Append, appends, hoist, placeholder
+from .appends import Append, appends, hoist, placeholder, tensor_of
 from .calls import (
     APPEND_ROTARY,
     ATTEND,
@@ -361,7 +361,7 @@ def count(gm: GraphModule, times: Callable[[Node], int]) -> Reads:
 
     nodes = list(gm.graph.nodes)
     attends = [node for node in nodes if node.target is ATTEND]
-    layers = {tensors_argument(node, "key")[0]: node for node in attends}.values()  # several may read one
+    layers = {_keys_read(node): node for node in attends}.values()  # several may read one
     dense = [node for node in attends if len(tensors_argument(node, "key")) == 1]
     read = {_dequantized(tensors_argument(node, name)[0]) for node in dense for name in ("key", "value")}
     decodes = [node for node in nodes if node.target is DEQUANTIZE]
@@ -373,6 +373,12 @@ def count(gm: GraphModule, times: Callable[[Node], int]) -> Reads:
         decoded=total(node for node in decodes if node not in read),
         rotated=rotated,
     )
+
+
+def _keys_read(attend: Node) -> Node:
+    """A tensor that tells apart the keys that calls of attention read: the ring, because layers may share pages."""
+    keys = tensors_argument(attend, "key")
+    return keys[0] if len(keys) == 1 else tensor_of(keys, parse(argument(attend, "k_spec")), "ring")
 
 
 def _dequantized(node: Node) -> Node:
