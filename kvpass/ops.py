@@ -60,7 +60,7 @@ from torch import Tensor
 
 from kvpass.lowering import inductor, reference, triton  # noqa: F401  (registers ops)
 from kvpass.lowering.call_types import AppendCall, AppendLayersCall, AttendCall, DequantizeCall
-from kvpass.lowering.cpp import dequantize_allocated, few_tokens, quantize_allocated  # noqa: F401  (importing them registers their ops)
+from kvpass.lowering.cpp import dequantize_allocated, few_tokens, quantize_allocated  # noqa: F401  (registers ops)
 from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, select
 from kvpass.lowering.window_mask import within_window
 

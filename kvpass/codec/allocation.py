@@ -208,6 +208,11 @@ class Ranked:
     def follows_keys(self) -> bool:
         return self.follows
 
+    def opened(self, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[int, Tensor, Tensor, list[Tensor]]:
+        """Bytes per page, basis, places of fields or bit widths, and what selects the high-precision tokens, from the
+        ``fitted`` that `Codec.quantize` takes."""
+        raise NotImplementedError
+
     def tokens(self, page_size: int) -> list[int]:
         """Number of tokens of a page in each rank, high-precision tokens first."""
         return [page_size // RANKS, page_size - page_size // RANKS] if self.ranked else [page_size]
@@ -366,6 +371,10 @@ class Allocation(Ranked, Codec, name="allocated"):
         kept["basis"].copy_(basis)
         kept["fields"].copy_(places)
 
+    def opened(self, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[int, Tensor, Tensor, list[Tensor]]:
+        basis, places, *chosen = fitted
+        return _page(spec, basis.shape[-2])[1], basis, places, chosen
+
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor]:
         """Quantize whole pages ``[B, H, N * P, D]`` to bytes ``[B, H, N, 1, .]`` uint8; `split_pages` shows the layout.
 
@@ -373,7 +382,7 @@ class Allocation(Ranked, Codec, name="allocated"):
             ``[B, H, Q, D]`` that select the high-precision tokens (`some_queries`) or, for values that follow
             their keys, `Codec.marks`.
         """
-        basis, places, *chosen = fitted
+        _, basis, places, chosen = self.opened(fitted, spec)
         high_mask, by_rank = self.by_rank(x, basis, spec, chosen)
         head_dim, kept = x.shape[-1], [] if high_mask is None else [high_mask]
         for of_rank, own, counts in zip(

@@ -163,11 +163,6 @@ class LayerPages(Ranked, Codec):
             "widths": Kept(lambda spec, head_dim: (self.ranks, head_dim), torch.uint8),
         }
 
-    def opened(self, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[int, Tensor, Tensor, list[Tensor]]:
-        """Bytes per page, basis, widths, and what selects the high-precision tokens, from the ``fitted`` that
-        `quantize` takes."""
-        raise NotImplementedError
-
     def marks(self, pack: Pack, first: int, count: int, spec: CodecSpec) -> Tensor:
         if pack.key_pages is None:
             raise KVPassError(NO_KEYS)

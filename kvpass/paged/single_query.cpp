@@ -39,8 +39,7 @@ extern "C" void kernel(
     const uint8_t* key_zeros, const uint8_t* value_codes, const uint8_t* value_scales, const uint8_t* value_zeros, const uint8_t* key_sinks,
     const uint8_t* value_sinks, const uint8_t* window, int64_t samples, int64_t heads, int64_t blocks_row,
     int64_t window_row, int64_t block, int64_t head, int64_t slot, int64_t slots, int64_t lead, int64_t window_block,
-    int64_t window_head, int64_t window_place, int64_t window_size, int64_t queries, int64_t threads,
-    float scale
+    int64_t window_head, int64_t window_place, int64_t window_size, int64_t queries, int64_t threads, float scale
 ) {
     const ExactMemory memory = {
         key_sinks, value_sinks, window, block, head, window_block, window_head, window_place, window_size};

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.allocation import Allocation
+from kvpass.codec.layer_pages import LayerPages
 from kvpass.codec.page_rope import PageTables, before_middle
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.tensors import page_shapes
-from kvpass.codec.transform_coding import gains, weights
+from kvpass.codec.transform_coding import PAIRS, gains, weights
 
-from .build import build, source
+from .build import build, source, text
 
 _library = torch.library.Library("kvpass_cpu", "DEF")
 _library.define(
@@ -48,6 +49,12 @@ def look_up_table(device: torch.device) -> Tensor:
 
 def defines_of(spec: CodecSpec, head_dim: int) -> dict[str, int]:
     """The macros of allocated.h."""
+    if isinstance(spec.codec, LayerPages):
+        pairs, singles = PAIRS * head_dim, head_dim
+        return dict(
+            PAGE_BYTES=0, NUM_FIELDS=LayerPages.of(spec).ranks * head_dim, RANKED=int(LayerPages.of(spec).ranked),
+            SHARED=1, HIGH_PAIRS=pairs, HIGH_SINGLES=singles, LOW_PAIRS=pairs, LOW_SINGLES=singles,
+        )  # fmt: skip
     allocation, (shape, _) = Allocation.of(spec), page_shapes(spec, head_dim, torch.float32)["codes"]
     high, low = ([(0, 0)] * (not allocation.ranked)) + allocation.counts(head_dim)
     return dict(
@@ -58,10 +65,21 @@ def defines_of(spec: CodecSpec, head_dim: int) -> dict[str, int]:
 
 def common_of(spec: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype = torch.float32) -> dict[str, int]:
     """The macros that allocated.h shares with tokens.h, for tokens of ``dtype``."""
+    block_size = (LayerPages if isinstance(spec.codec, LayerPages) else Allocation).of(spec).block_size
     return dict(
-        QUERIES=queries, HEAD=head_dim, BLOCK=Allocation.of(spec).block_size, PAGE=spec.page_size,
+        QUERIES=queries, HEAD=head_dim, BLOCK=block_size, PAGE=spec.page_size,
         SINKS=spec.retention.sinks, BFLOAT16=int(dtype == torch.bfloat16),
     )  # fmt: skip
+
+
+def fields_type(spec: CodecSpec) -> str:
+    """The C++ type of ``Fields*`` (allocated.h)."""
+    return _BYTES if isinstance(spec.codec, LayerPages) else _INTS
+
+
+def page_source(spec: CodecSpec, head_dim: int) -> str:
+    """The C++ source of the layout of pages, for kernels that quantize or dequantize them."""
+    return source(common_of(spec, head_dim, queries=1)) + text(defines_of(spec, head_dim), "allocated.h")
 
 
 @cache

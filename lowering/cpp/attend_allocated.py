@@ -15,15 +15,14 @@ from kvpass.codec.layer_pages import LayerPages
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.tensors import Pack
-from kvpass.codec.transform_coding import PAIRS
 from kvpass.layout.pool import capacity
 
 from ..call_types import AttendCall
-from .allocated import defines_of, look_up_table
+from .allocated import common_of, defines_of, fields_type, look_up_table
 from .attend_codes import DTYPES, LANES, SOFTMAX_TYPES, as_tokens, at_a_time, softmax_arguments
 from .build import build, source, text
 
-_BYTES, _INTS, _NUMBER = "const uint8_t*", "const int32_t*", "int64_t"
+_BYTES, _NUMBER = "const uint8_t*", "int64_t"
 _NO_TURN = 0, False
 
 
@@ -47,35 +46,20 @@ def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) 
 
 def attention_source(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> str:
     """The C++ source of attention over parts of a context (allocated_parts.h), without a kernel."""
-    shared = isinstance(key.codec, LayerPages)
-    block_size = LayerPages.of(key).block_size if shared else Allocation.of(key).block_size
-    defines = dict(
-        QUERIES=queries, HEAD=head_dim, BLOCK=block_size, PAGE=key.page_size, SINKS=key.retention.sinks,
-        BFLOAT16=int(dtype == torch.bfloat16),
-    )  # fmt: skip
     sides = (("keys", key, "allocated_scores.h"), ("values", value, "allocated_values.h"))
-    of = shared_defines if shared else defines_of
-    parts = [text(of(spec, head_dim), "allocated.h", file, namespace=name) for name, spec, file in sides]
-    return "".join([source(defines, "tokens.h"), *parts, text({}, "allocated_parts.h")])
+    parts = [text(defines_of(spec, head_dim), "allocated.h", file, namespace=name) for name, spec, file in sides]
+    tokens = source(common_of(key, head_dim, queries, dtype), "tokens.h")
+    return "".join([tokens, *parts, text({}, "allocated_parts.h")])
 
 
 @cache
 def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
     windows = dict(KEY_WINDOW=key.retention.ring_size, VALUE_WINDOW=value.retention.ring_size)
-    side = [_BYTES, _BYTES, _BYTES if isinstance(key.codec, LayerPages) else _INTS]
+    side = [_BYTES, _BYTES, fields_type(key)]
     types = [_BYTES, "uint8_t*", *side, *side, *7 * [_BYTES], "const float*", *16 * [_NUMBER]]
     types += [*SOFTMAX_TYPES, _NUMBER, "float"]
     parts = attention_source(key, value, head_dim, queries, dtype)
     return build(parts + text(windows, "rings.h", "allocated_attend.cpp"), types)
-
-
-def shared_defines(spec: CodecSpec, head_dim: int) -> dict[str, int]:
-    """The macros of allocated.h for pages that hold all heads (`kvpass.codec.layer_pages`)."""
-    pairs, singles = PAIRS * head_dim, head_dim
-    return dict(
-        PAGE_BYTES=0, NUM_FIELDS=LayerPages.of(spec).ranks * head_dim, RANKED=int(LayerPages.of(spec).ranked), SHARED=1,
-        HIGH_PAIRS=pairs, HIGH_SINGLES=singles, LOW_PAIRS=pairs, LOW_SINGLES=singles,
-    )  # fmt: skip
 
 
 def attend(call: AttendCall[Pack]) -> Tensor:

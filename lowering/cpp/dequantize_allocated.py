@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kvpass.codec.allocation import Allocation
 from kvpass.codec.by_head import ByHead
-from kvpass.codec.layer_pages import LayerPages
 from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec, parse
 
@@ -17,9 +16,8 @@ from ..append import PLACES
 from ..call_types import DequantizeCall
 from ..inductor.pages import CPU_KERNELS, dequantize_all
 from ..table import DispatchKey, implements
-from .allocated import defines_of, look_up_table
-from .attend_allocated import shared_defines
-from .build import build, source, text
+from .allocated import fields_type, look_up_table, page_source
+from .build import build, text
 
 _BYTES, _FLOATS = "const uint8_t*", "const float*"
 _CODECS = Allocation, ByHead, Shares
@@ -29,18 +27,9 @@ FEATURES = PLACES | {f"codec={codec.name}" for codec in _CODECS} | {
 }  # fmt: skip
 
 
-def page_source(spec: CodecSpec, head_dim: int) -> str:
-    """The C++ source of the layout of pages (allocated.h)."""
-    shared = isinstance(spec.codec, LayerPages)
-    block_size = LayerPages.of(spec).block_size if shared else Allocation.of(spec).block_size
-    defines = dict(QUERIES=1, HEAD=head_dim, BLOCK=block_size, PAGE=spec.page_size)
-    return source(defines) + text((shared_defines if shared else defines_of)(spec, head_dim), "allocated.h")
-
-
 @cache
 def _kernel(spec: CodecSpec, head_dim: int) -> Callable[..., None]:
-    fields = _BYTES if isinstance(spec.codec, LayerPages) else "const int32_t*"
-    types = [_BYTES, _FLOATS, fields, _FLOATS, "float*", *5 * ["int64_t"]]
+    types = [_BYTES, _FLOATS, fields_type(spec), _FLOATS, "float*", *5 * ["int64_t"]]
     return build(page_source(spec, head_dim) + text({}, "dequantize_allocated.cpp"), types)
 
 

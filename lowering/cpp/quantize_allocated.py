@@ -7,26 +7,25 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.affine import check_finite
-from kvpass.codec.allocation import Allocation
-from kvpass.codec.layer_pages import LayerPages
+from kvpass.codec.allocation import Ranked
 from kvpass.codec.spec import CodecSpec
-from kvpass.codec.tensors import page_shapes
 from kvpass.codec.transform_coding import DISTORTION, GAINS_TRIED, LEAST_GAIN, OCTAVE, STEPS, UNIT
 
 from ..append import append, append_layers
 from ..call_types import AppendCall, AppendLayersCall
 from ..table import DispatchKey, implements
+from .allocated import fields_type, page_source
 from .attend_codes import LANES
 from .build import build, text
-from .dequantize_allocated import FEATURES, page_source, refuses
+from .dequantize_allocated import FEATURES, refuses
 
-_BYTES, _INTS, _FLOATS, _NUMBER = "const uint8_t*", "const int32_t*", "const float*", "int64_t"
+_BYTES, _FLOATS, _NUMBER = "const uint8_t*", "const float*", "int64_t"
 
 
 @cache
 def _kernel(spec: CodecSpec, head_dim: int) -> Callable[..., None]:
-    fields = _BYTES if isinstance(spec.codec, LayerPages) else _INTS
-    types = [_FLOATS, _BYTES, fields, *2 * [_FLOATS], "const int64_t*", "uint8_t*", *7 * [_NUMBER], *2 * ["float"]]
+    types = [_FLOATS, _BYTES, fields_type(spec), *2 * [_FLOATS], "const int64_t*", "uint8_t*"]
+    types += [*7 * [_NUMBER], *2 * ["float"]]
     return build(page_source(spec, head_dim) + text({}, "quantize_allocated.cpp"), types)
 
 
@@ -42,20 +41,12 @@ def _refuses(dispatch: DispatchKey) -> str | None:
     return "it reads a vector of channels at a time." if dispatch.head_dim % LANES else None
 
 
-def _opened(fitted: Sequence[Tensor], spec: CodecSpec, head_dim: int) -> tuple[int, Tensor, Tensor, list[Tensor]]:
-    """Bytes per page, basis, fields or bit widths, and what selects the high-precision tokens."""
-    if isinstance(spec.codec, LayerPages):
-        return spec.codec.opened(fitted, spec)
-    basis, places, *chosen = fitted
-    return page_shapes(spec, head_dim, basis.dtype)["codes"][0][-1], basis, places, chosen
-
-
 @implements("quantize", "cpp", has=(FEATURES,), refuses=_refuses, lowering="inductor")
 def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor]:
     batch, heads, tokens, head_dim = x.shape
     codec, pages = spec.codec, tokens // spec.page_size
-    assert isinstance(codec, (Allocation, LayerPages)), "the table asks `_refuses` first"
-    size, basis, fields, chosen = _opened(fitted, spec, head_dim)
+    assert isinstance(codec, Ranked), "the table asks `_refuses` first"
+    size, basis, fields, chosen = codec.opened(fitted, spec)
     units, high_mask = codec.units(x, basis, spec, chosen)
     check_finite(units)
     out = torch.zeros(batch, 1 if codec.whole_layer else heads, pages, 1, size, dtype=torch.uint8)
