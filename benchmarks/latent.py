@@ -2,10 +2,12 @@
 
     python benchmarks/latent.py --bytes                      # 61 layers of 512 + 64 channels, bfloat16
     python benchmarks/latent.py --tokens 4096 --threads 1    # four layers of DeepSeek-V2-Lite's attention, float32
+    python benchmarks/latent.py --tokens 16384 --indexed     # of that size, as in DeepSeek-V3.2: 2,048 tokens selected
 
 Bytes are those of a cache laid out on the meta device. Steps of both models alternate, so that drift of the machine
 affects both alike. Weights are random, and caches are filled without attention, which is slow over an expanded prompt;
-the time of a step does not depend on what is cached.
+the time of a step does not depend on what is cached, except that an indexer with random weights selects tokens from all
+over the text, so that most pages hold one.
 """
 
 import argparse
@@ -15,9 +17,16 @@ import time
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DynamicCache
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
+from torch import Tensor, nn
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+)
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 import kvpass
 from kvpass import schemes
@@ -55,17 +64,19 @@ def show_bytes(names: list[str], lengths: list[int]) -> None:
         print(f"| `{name}` |", " | ".join(cells), "|")
 
 
-def decoder() -> DeepseekV2ForCausalLM:
+def decoder(indexed: bool) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = DeepseekV2Config(
+    size = dict(
         vocab_size=1000, hidden_size=1024, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=16,
-        num_key_value_heads=16, q_lora_rank=None, kv_lora_rank=RANK, qk_rope_head_dim=ROTARY, qk_nope_head_dim=128,
-        v_head_dim=128, first_k_dense_replace=4, max_position_embeddings=1 << 17,
+        num_key_value_heads=16, kv_lora_rank=RANK, qk_rope_head_dim=ROTARY, qk_nope_head_dim=128, v_head_dim=128,
+        first_k_dense_replace=4, max_position_embeddings=1 << 17,
     )  # fmt: skip
-    return DeepseekV2ForCausalLM(config).eval()
+    if indexed:
+        return DeepseekV32ForCausalLM(DeepseekV32Config(**size, q_lora_rank=512)).eval()
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**size, q_lora_rank=None)).eval()
 
 
-def _unexpanded(attention: DeepseekV2Attention, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+def _unexpanded(attention: nn.Module, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     batch, _, tokens, _ = latent.shape
     zero = latent.new_zeros(1, 1, 1, 1)
     sizes = attention.qk_head_dim, attention.v_head_dim
@@ -77,25 +88,34 @@ def _no_attention(q: Tensor, k: Tensor, v: Tensor, *args, **kwargs) -> Tensor:
     return q.new_zeros(*q.shape[:3], v.shape[3])
 
 
+def _select_nothing(indexer: nn.Module, hidden: Tensor, *args, cache: DynamicCache) -> Tensor:
+    cache.update_indexer(indexer.k_norm(indexer.wk(hidden)), indexer.layer_idx)
+    return torch.zeros(*hidden.shape[:2], 1, dtype=torch.int32)
+
+
 @torch.no_grad()
-def filled(model: DeepseekV2ForCausalLM, tokens: int) -> DynamicCache:
+def filled(model: PreTrainedModel, tokens: int) -> DynamicCache:
     cache = DynamicCache(config=model.config)
-    attending = patch.object(torch.nn.functional, "scaled_dot_product_attention", _no_attention)
-    with patch.object(DeepseekV2Attention, "expand_kv", _unexpanded), attending:
-        ids = torch.randint(0, 1000, (1, tokens), generator=torch.Generator().manual_seed(0))
-        model(input_ids=ids, **handing(model, cache), logits_to_keep=1)
+    ids = torch.randint(0, 1000, (1, tokens), generator=torch.Generator().manual_seed(0))
+    with (
+        patch.object(nn.functional, "scaled_dot_product_attention", _no_attention),
+        patch.object(type(model.model.layers[0].self_attn), "expand_kv", _unexpanded),
+        patch.object(DeepseekV32Indexer, "forward", _select_nothing),
+    ):
+        for part in ids.split(2048, 1):  # an indexed model makes a mask of all pairs of tokens
+            model(input_ids=part, **handing(model, cache), logits_to_keep=1)
     return cache
 
 
 @torch.no_grad()
-def seconds(model: DeepseekV2ForCausalLM, cache: DynamicCache) -> float:
+def seconds(model: PreTrainedModel, cache: DynamicCache) -> float:
     start = time.perf_counter()
     model(input_ids=torch.zeros(1, 1, dtype=torch.long), **handing(model, cache))
     return time.perf_counter() - start
 
 
-def compare(names: list[str], tokens: int, steps: int) -> None:
-    untouched = decoder()
+def compare(names: list[str], tokens: int, steps: int, indexed: bool) -> None:
+    untouched = decoder(indexed)
     plain = filled(untouched, tokens)
     for name in names:
         model, cache = copy.deepcopy(untouched), copy.deepcopy(plain)
@@ -114,6 +134,7 @@ def compare(names: list[str], tokens: int, steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", action="store_true", help="sizes only")
+    parser.add_argument("--indexed", action="store_true", help="with an indexer, which selects 2,048 tokens")
     parser.add_argument("--scheme", default="waterfill,kivi,kivi-4,higgs", help="names, separated by commas")
     parser.add_argument("--lengths", default="8192,131072", help="tokens, for --bytes")
     parser.add_argument("--tokens", type=int, default=4096)
@@ -125,7 +146,7 @@ def main() -> None:
         show_bytes(names, list(map(int, args.lengths.split(","))))
         return
     torch.set_num_threads(args.threads)
-    compare(names, args.tokens, args.steps)
+    compare(names, args.tokens, args.steps, args.indexed)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ attend       Attention of ``q`` over the stored past and the full-precision toke
              KV head: the "sum" over queries that are not padding, or the largest weight over the last N of them
              ("max-N"). ``starts`` ``[B]`` int64 is the number of left-padding tokens of each sample, which no query
              sees; it replaces a mask. ``latent``: the keys are ``cat([key, value], -1)`` and the values are ``key``,
-             so that the output has its channels (MLA). With eviction, only the columns of ``mask`` for the tokens of
+             so that the output has its channels (MLA). ``with_lse`` also returns, as the last output, the log-sum-exp
+             of the scores of each query, ``[B, H_q, S]`` float32, by which outputs over several caches are combined;
+             -inf for a query that sees nothing. With eviction, only the columns of ``mask`` for the tokens of
              the call are used, and padding in the past has ``importance`` ``-inf``. With a ``span`` in the specs (a
              sliding window), the stored tokens that are behind the window of the first query are hidden, whatever the
              mask says.
@@ -104,7 +106,7 @@ _library.define(
     "attend(Tensor q, Tensor[] key, Tensor[] value, Tensor length, Tensor k_new, Tensor v_new, Tensor? mask, "
     'bool causal, float scale, float softcap, str k_spec, str v_spec, str lowering="auto", *, Tensor? cos=None, '
     'Tensor? sin=None, str rope="", Tensor? sinks=None, str statistic="", Tensor? importance=None, '
-    "Tensor? starts=None, bool latent=False) -> Tensor[]",
+    "Tensor? starts=None, bool latent=False, bool with_lse=False) -> Tensor[]",
     tags=_OF_A_LENGTH,
 )
 _library.define(
@@ -209,6 +211,7 @@ def _attend(
     causal: bool, scale: float, softcap: float, k_spec: str, v_spec: str, lowering: str = "auto", *,
     cos: Tensor | None = None, sin: Tensor | None = None, rope: str = "", sinks: Tensor | None = None,
     statistic: str = "", importance: Tensor | None = None, starts: Tensor | None = None, latent: bool = False,
+    with_lse: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     if causal and mask is not None:
         raise KVPassError("attend takes a mask or causal=True, not both.")
@@ -230,11 +233,11 @@ def _attend(
         specs = specs[0].unbounded, specs[1].unbounded
         coded = list(map(str, specs)) if coded else coded
         mask, causal, starts = within_window(span, n, q, mask, causal, starts, length)
-    used = extras(mask, starts, rotary, sinks, softcap, statistic, k_new, v_new, latent)
+    used = extras(mask, starts, rotary, sinks, softcap, statistic, k_new, v_new, latent, with_lse)
     run = select(attention_key(q, ring, coded, q.shape[2], used), lowering).run
     call = AttendCall(
         q, keys, values, n, k_new, v_new, mask, causal, scale, softcap, specs[0], specs[1], rotary, sinks, statistic,
-        importance, length, starts, latent,
+        importance, length, starts, latent, with_lse,
     )  # fmt: skip
     outputs: list[Tensor] = run(call)
     return outputs
@@ -320,9 +323,12 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, rope: str) -> Tensor:
 @torch.library.register_fake("kvpass::attend")
 def _(
     q: Tensor, key: _Tensors, value: _Tensors, length: Tensor, k_new: Tensor, v_new: Tensor, *args: Any,
-    statistic: str = "", latent: bool = False, **kwargs: Any,
+    statistic: str = "", latent: bool = False, with_lse: bool = False, **kwargs: Any,
 ) -> list[Tensor]:  # fmt: skip
-    out = q.new_empty((*q.shape[:3], (k_new if latent else v_new).shape[3]))
-    if not statistic:
-        return [out]
-    return [out, q.new_empty((*k_new.shape[:2], length_of(length) + k_new.shape[2]), dtype=torch.float32)]
+    returned = [q.new_empty((*q.shape[:3], (k_new if latent else v_new).shape[3]))]
+    if statistic:
+        tokens = length_of(length) + k_new.shape[2]
+        returned.append(q.new_empty((*k_new.shape[:2], tokens), dtype=torch.float32))
+    if with_lse:
+        returned.append(q.new_empty(q.shape[:3], dtype=torch.float32))
+    return returned

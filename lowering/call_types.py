@@ -61,6 +61,7 @@ class AttendCall(NamedTuple, Generic[Past]):
     length: ``n`` on the device, or None.
     starts: ``[B]`` int64, the number of left-padding tokens of each sample, which no query sees.
     latent: the keys are ``cat([key, value], -1)`` and the values are ``key``.
+    with_lse: whether to return, as the last output, the log-sum-exp of each query's scores, ``[B, H_q, S]`` float32.
     """
 
     q: Tensor
@@ -82,6 +83,7 @@ class AttendCall(NamedTuple, Generic[Past]):
     length: Tensor | None = None
     starts: Tensor | None = None
     latent: bool = False
+    with_lse: bool = False
 
     @property
     def specs(self) -> tuple[CodecSpec, CodecSpec]:

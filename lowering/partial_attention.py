@@ -22,6 +22,11 @@ class Partial(NamedTuple):
     out: Tensor
     lse: Tensor
 
+    @classmethod
+    def over_nothing(cls, shape: tuple[int, ...], device: torch.device) -> "Partial":
+        """Attention over no token, with an output of ``shape``."""
+        return cls(torch.zeros(shape, device=device), torch.full(shape[:3], -torch.inf, device=device))
+
     def and_also(self, other: "Partial") -> "Partial":
         """Attention over the tokens of both. Overwrites ``self.out``."""
         lse = torch.logaddexp(self.lse, other.lse)

@@ -45,21 +45,24 @@ def pieces(dequantize_fn, call: DequantizeCall, at_once=None) -> Iterator[Tensor
     if sinks:
         yield pack.ring[:, :, : min(n, sinks)]
     for first in range(0, used, at_once or max(1, used)):
-        yield read_pages(dequantize_fn, call, first, min(first + (at_once or used), used))
+        yield read_pages(dequantize_fn, call, slice(first, min(first + (at_once or used), used)))
     yield layout(spec.retention).read(pack.ring, n)
 
 
-def read_pages(dequantize_fn, call: DequantizeCall, first: int, last: int) -> Tensor:
-    """The dequantized tokens of pages ``[first, last)``, in storage order: ``[B, H, T, D]``. For the arguments see
-    `pieces`."""
+def read_pages(dequantize_fn, call: DequantizeCall, pages: slice | Tensor) -> Tensor:
+    """The dequantized tokens of ``pages``, in storage order: ``[B, H, T, D]``. A selection, ``[M]`` int64, can only be
+    read without predictors and page-relative RoPE. For other arguments see `pieces`."""
     pack, n, spec, references, predictor = call
     used, fitted = spec.retention.pages(n), pack.dequantizes_with(spec)
-    pools = [whole(pool, used)[:, :, first:last] for pool in pack.pools]
-    same = [layout(spec.retention).in_pages(reference, first, last) for reference in references]
+    pools, same = [whole(pool, used)[:, :, pages] for pool in pack.pools], []
+    if isinstance(pages, slice):
+        same = [layout(spec.retention).in_pages(reference, pages.start, pages.stop) for reference in references]
     values = dequantize_fn([*pools, *fitted], spec, same, predictor)
     if (center := pack.fitted.get("center")) is not None:
         values = values + mean_of_tokens(center, pack.page_tables, spec.page_size, values.shape[2])
-    return from_page_rope(values, pack.page_tables, first, spec.page_size)
+    if isinstance(pages, slice):
+        return from_page_rope(values, pack.page_tables, pages.start, spec.page_size)
+    return values
 
 
 def read(dequantize_fn, call: DequantizeCall, present: Tensor | None = None) -> Tensor:
@@ -168,13 +171,28 @@ def _spelled_out_attention(call: AttendCall, k: Tensor, v: Tensor, mask: Tensor 
 def attention_weights(scores: Tensor, mask: Tensor | None, softcap: float, sinks: Tensor | None) -> Tensor:
     """Softmax of ``scores`` ``[B, H_q, S, T]``. With ``sinks``, the weight of the sinks is appended as a last
     column."""
+    logits = _logits(scores, mask, softcap, sinks)
+    return logits.softmax(-1).nan_to_num(0)  # a fully masked query gets zeros, as in SDPA
+
+
+def _logits(scores: Tensor, mask: Tensor | None, softcap: float, sinks: Tensor | None) -> Tensor:
+    """What the softmax is taken of. With ``sinks``, they are appended as a last column."""
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    return scores.softmax(-1).nan_to_num(0)  # a fully masked query gets zeros, as in SDPA
+    return scores
+
+
+def _log_sum_exp(call: AttendCall, k: Tensor) -> Tensor:
+    """The log-sum-exp of the logits of each query, ``[B, H_q, S]`` float32."""
+    mask, (queries, tokens) = call.mask, (call.q.shape[2], k.shape[2])
+    if call.causal and queries > 1:
+        mask = causal_mask(queries, tokens, k.device)
+    keys = k.float().repeat_interleave(call.q.shape[1] // k.shape[1], 1)
+    return _logits(call.q.float() @ keys.mT * call.scale, mask, call.softcap, call.sinks).logsumexp(-1)
 
 
 @implements("attend", "reference", lowering=EAGER)
@@ -188,8 +206,9 @@ def attend(call: AttendCall, dequantize_fn=dequantize_predicted) -> list[Tensor]
     if call.latent:
         k, v = torch.cat([k, v], -1), k
     call = with_past(call)
-    out = attention(call, k, v)
-    return [out, attention_mass(call, k)] if call.statistic else [out]
+    mass = [attention_mass(call, k)] if call.statistic else []
+    lse = [_log_sum_exp(call, k)] if call.with_lse else []
+    return [attention(call, k, v), *mass, *lse]
 
 
 def _behind(past: Pack | Tensor, dequantize_fn, n: int, spec: CodecSpec, present: Tensor, rotary=None) -> Tensor:

@@ -32,6 +32,7 @@ FEW = 16
 
 
 _UNEQUAL, LATENT = "values of another shape than keys", "latent attention"
+LSE = "log-sum-exp"
 
 
 def few(queries: int) -> int:
@@ -41,23 +42,24 @@ def few(queries: int) -> int:
 
 def extras(
     mask: Any, starts: Any, rotary: Any, sinks: Any, softcap: float, statistic: str, k_new: Tensor, v_new: Tensor,
-    latent: bool = False,
+    latent: bool = False, with_lse: bool = False,
 ) -> tuple[str, ...]:  # fmt: skip
     """The features that an attention call uses beyond softmax over all tokens, in words. Arguments are those of
     ``kvpass::attend``."""
     plain = mask is None and starts is None and not rotary and sinks is None and not softcap and not statistic
     unequal = k_new.shape[1::2] != v_new.shape[1::2]  # heads and channels
-    if plain and not unequal and not latent:
+    if plain and not unequal and not latent and not with_lse:
         return ()
     used = {"mask": mask is not None, "padding": starts is not None, "RoPE": bool(rotary), "sinks": sinks is not None}
-    used |= {"softcap": bool(softcap), "attention mass": bool(statistic), LATENT: latent}
+    used |= {"softcap": bool(softcap), "attention mass": bool(statistic), LATENT: latent, LSE: with_lse}
     used[_UNEQUAL] = unequal and not latent
     return tuple(name for name, is_used in used.items() if is_used)
 
 
-def refuses_shapes(dispatch: DispatchKey) -> str | None:
-    """Why a kernel for keys and values of equal shape cannot serve attention, or None if it can."""
-    used = [name for name in (_UNEQUAL, LATENT) if name in dispatch.extras]
+def refuses_forms(dispatch: DispatchKey) -> str | None:
+    """Why a kernel for keys and values of equal shape, which returns no log-sum-exp, cannot serve attention, or None if
+    it can."""
+    used = [name for name in (_UNEQUAL, LATENT, LSE) if name in dispatch.extras]
     return f"it does not support {used[0]}." if used else None
 
 

@@ -1,10 +1,12 @@
 """Attention of several query tokens on CPUs: dequantizes a tile of the past at a time.
 
 Each tile is multiplied with all queries before the next one is dequantized, and a running softmax combines them. So no
-more than one tile of keys and values is ever in memory, for every codec that can dequantize its pages.
+more than one tile of keys and values is ever in memory, for every codec that can dequantize its pages. If a mask hides
+most of the past, as in sparse attention, a tile consists of pages with visible tokens, and of those only visible tokens
+are multiplied.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import lcm
 
 import torch
@@ -33,11 +35,18 @@ class _Stored:
         self._window_from = self._sinks + spec.retention.packed(n)
         self._window, self.head_dim = layout(spec.retention).read(past.ring, n), past.ring.shape[3]
 
-    def read(self, first: int, last: int, tokens: Tensor | slice) -> Tensor:
-        """Tokens ``[first, last)`` as attention sees them, ``[B, H, T, D]`` in the dtype of the cache.
+    def read(self, places: slice | Tensor, tokens: Tensor | slice) -> Tensor:
+        """The tokens at ``places`` as attention sees them, ``[B, H, T, D]`` in the dtype of the cache.
 
         tokens: the same tokens, numbered in token order.
         """
+        x = self._between(places.start, places.stop) if isinstance(places, slice) else self._at(places)
+        if self._rotary is None:
+            return x
+        cos, sin, rope = self._rotary
+        return rotate(x, cos[:, tokens], sin[:, tokens], rope)
+
+    def _between(self, first: int, last: int) -> Tensor:
         (ring, size), sinks, end = (self._call.pack.ring, self._call.spec.page_size), self._sinks, self._window_from
         parts = []
         if first < sinks:
@@ -45,15 +54,21 @@ class _Stored:
         start, stop = max(first, sinks) - sinks, min(last, end) - sinks
         if start < stop:
             page = start // size
-            values = read_pages(self._dequantize, self._call, page, -(-stop // size))
+            values = read_pages(self._dequantize, self._call, slice(page, -(-stop // size)))
             parts.append(values[:, :, start - page * size : stop - page * size].to(ring.dtype))
         if last > end:
             parts.append(self._window[:, :, max(first, end) - end : last - end])
-        x = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-        if self._rotary is None:
-            return x
-        cos, sin, rope = self._rotary
-        return rotate(x, cos[:, tokens], sin[:, tokens], rope)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def _at(self, places: Tensor) -> Tensor:
+        (ring, size), sinks, end = (self._call.pack.ring, self._call.spec.page_size), self._sinks, self._window_from
+        parts = [ring[:, :, places[places < sinks]], self._window[:, :, places[places >= end] - end]]
+        packed = places[(places >= sinks) & (places < end)] - sinks
+        if len(packed):
+            pages, which = torch.unique(packed // size, return_inverse=True)
+            values = read_pages(self._dequantize, self._call, pages)
+            parts.insert(1, values[:, :, which * size + packed % size].to(ring.dtype))
+        return torch.cat(parts, 2)
 
 
 def refuses(dispatch: DispatchKey) -> str | None:
@@ -81,10 +96,12 @@ def attend(call: AttendCall[Pack]) -> list[Tensor]:
 
 
 def attend_in_tiles(call: AttendCall[Pack], dequantize_fn: Callable) -> list[Tensor]:
-    """The output of ``call``. A past that fits into one tile is dequantized as a whole."""
+    """What ``call`` returns. A past that fits into one tile is dequantized as a whole."""
     if call.n <= _tile(call):
         return reference.attend(call, dequantize_fn)
-    return [_in_tiles(with_past(with_starts(call)), dequantize_fn)]
+    found = _in_tiles(with_past(with_starts(call)), dequantize_fn)
+    out = found.out.to(call.q.dtype).contiguous()
+    return [out, found.lse] if call.with_lse else [out]
 
 
 def _tile(call: AttendCall[Pack]) -> int:
@@ -93,34 +110,61 @@ def _tile(call: AttendCall[Pack]) -> int:
     return max(1, _VALUES // (size * call.key.ring[:, :, 0].numel())) * size
 
 
-def _in_tiles(call: AttendCall[Pack], dequantize_fn: Callable) -> Tensor:
-    """The output ``[B, H_q, S, D_v]`` of ``call``, which has no ``starts``."""
-    n, mask, tile, sinks = call.n, call.mask, _tile(call), call.k_spec.retention.sinks
+def _in_tiles(call: AttendCall[Pack], dequantize_fn: Callable) -> Partial:
+    """The attention of ``call``, which has no ``starts``: out ``[B, H_q, S, D_v]``, lse ``[B, H_q, S]``."""
+    n, mask = call.n, call.mask
     keys = _Stored(call.key, n, call.k_spec, dequantize_fn, call.rotary)
     values = _Stored(call.value, n, call.v_spec, dequantize_fn)
     order = layout(call.k_spec.retention).token_order(n)
     tokens = None if order is None else order.argsort()  # the token at each place of the storage order
     found = _over_present(call)
     rows = _rows(call.q, call)
-    for first in range(0, n, tile):
-        # the sinks are part of the first tile, so that the others, but for the last, consist of whole pages
-        start, stop = first + sinks if first else 0, min(n, first + tile + sinks)
-        if start >= n:
-            break
-        here: Tensor | slice = slice(start, stop) if tokens is None else tokens[start:stop]
+    for places in _tiles(call, tokens):
+        here = places if tokens is None else tokens[places]
         part = None if mask is None else mask[..., here]
         if part is not None and part.dtype == torch.bool and not part.any():
             continue
-        k, v = keys.read(start, stop, here), values.read(start, stop, here)
+        k, v = keys.read(places, here), values.read(places, here)
         of_tile = attend_partially(rows, *_heads(call, k, v), _bias(call, part), call.scale, call.softcap)
         found = of_tile if found is None else found.and_also(of_tile)
     shape = *call.q.shape[:3], (keys if call.latent else values).head_dim
     if found is None:  # every token is hidden
-        return call.q.new_zeros(shape)
+        found = Partial.over_nothing(shape, call.q.device)
     found = Partial(found.out.reshape(shape), found.lse.reshape(shape[:3]))
-    if call.sinks is not None:
-        found = found.with_sinks(call.sinks)
-    return found.out.to(call.q.dtype).contiguous()
+    return found if call.sinks is None else found.with_sinks(call.sinks)
+
+
+def _tiles(call: AttendCall[Pack], tokens: Tensor | None) -> Iterator[slice | Tensor]:
+    """The places, in storage order, of the tokens to dequantize at a time: of all, or of those that are visible if they
+    are less than half. tokens: the token at each place; None if they are in order."""
+    n, tile, sinks = call.n, _tile(call), call.k_spec.retention.sinks
+    seen = _seen(call)
+    if seen is None:
+        for first in range(0, n, tile):
+            # the sinks are part of the first tile, so that the others, but for the last, consist of whole pages
+            start, stop = first + sinks if first else 0, min(n, first + tile + sinks)
+            if start < stop:
+                yield slice(start, stop)
+        return
+    places = (seen if tokens is None else seen[tokens]).nonzero().squeeze(1)
+    size = lcm(*(spec.page_size for spec in call.specs))
+    _, page = ((places - sinks).clamp_min(0) // size).unique_consecutive(return_inverse=True)
+    yield from places.split((page // (tile // size)).bincount().tolist())
+
+
+def _seen(call: AttendCall[Pack]) -> Tensor | None:
+    """Which tokens of the past are visible to a query, ``[n]`` bool; None if most are, or if only whole tiles can be
+    read."""
+    mask, n = call.mask, call.n
+    if mask is None or call.key.page_tables is not None:
+        return None
+    seen = mask
+    if mask.dtype != torch.bool:  # the lowest finite number hides a token, unless it hides all
+        seen = mask > torch.finfo(mask.dtype).min
+        if not seen.any(-1).all():
+            return None
+    seen = seen[..., :n].flatten(0, 2).any(0)
+    return seen if 2 * seen.sum() < n else None
 
 
 def _over_present(call: AttendCall) -> Partial | None:

@@ -119,11 +119,11 @@ REASONS = {
     ),
     "sinks in front": (
         lambda q, k, v: with_sinks(q, k, v, sinks(), slice(1, None), behind=False),
-        "something other than one logit per head is concatenated after the scores",
+        "something other than one logit per head or query is concatenated after the scores",
     ),
     "two sinks": (
         lambda q, k, v: with_sinks(q, k, v, sinks().repeat(1, 1, 1, 2), slice(None, -2)),
-        "something other than one logit per head",
+        "something other than one logit per head or query",
     ),
     "keys are permuted": (
         lambda q, k, v: (q @ k.permute(0, 1, 3, 2) * SCALE).softmax(-1) @ v,

@@ -43,23 +43,22 @@ def call_of(specs, n, queries, dtype=torch.float32, causal=True, mask=None, soft
     return AttendCall(q, *past, n, *new, mask, causal, DIM**-0.5, softcap, *specs, rotary, logits)
 
 
-def random_mask(queries, tokens, heads=1, seed=1):
-    return torch.rand(2, heads, queries, tokens, generator=torch.Generator().manual_seed(seed)) > 0.3
+def random_mask(queries, tokens, heads=1, seed=1, hidden=0.3):
+    return torch.rand(2, heads, queries, tokens, generator=torch.Generator().manual_seed(seed)) > hidden
 
 
 def in_tiles(call, pages, monkeypatch):
-    """The output of ``call`` in tiles of ``pages`` pages."""
+    """The outputs of ``call`` in tiles of ``pages`` pages, with the log-sum-exp."""
     monkeypatch.setattr(tiles, "_VALUES", pages * 2 * 2 * DIM * max(spec.page_size for spec in call.specs))
     assert call.n > tiles._tile(call)
-    (found,) = tiles.attend_in_tiles(call, dequantize_predicted)
-    return found
+    return tiles.attend_in_tiles(call._replace(with_lse=True), dequantize_predicted)
 
 
 def assert_as_at_once(call, got):
-    (expected,) = reference.attend(call)
-    assert got.shape == expected.shape and got.dtype == expected.dtype and got.is_contiguous()
-    tolerance = 1e-5 if got.dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+    expected, lse = reference.attend(call._replace(with_lse=True))
+    assert got[0].shape == expected.shape and got[0].dtype == expected.dtype and got[0].is_contiguous()
+    tolerance = 1e-5 if call.q.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got, [expected, lse], atol=tolerance, rtol=tolerance)
 
 
 CASES = {
@@ -89,7 +88,7 @@ def test_attention_in_tiles_equals_attention_at_once(case, pages, monkeypatch):
     specs=st.sampled_from((KIVI, WITH_SINKS, PAGES_DIFFER, LOG)),
     n=st.integers(100, 330),
     queries=st.one_of(st.integers(2, 9), st.integers(10, 90)),
-    kind=st.sampled_from(("causal", "bool", "padding", "bias", "all")),
+    kind=st.sampled_from(("causal", "bool", "padding", "bias", "all", "sparse", "sparse bias")),
     pages=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
@@ -102,6 +101,10 @@ def test_any_number_of_queries_and_any_mask(specs, n, queries, kind, pages, seed
         mask = seen | (torch.arange(queries) < 0)[:, None]
     elif kind == "bias":
         mask = randn(seed, 2, 4, queries, n + queries)
+    elif kind.startswith("sparse"):
+        mask = random_mask(1, n + queries, seed=seed, hidden=0.9).expand(-1, -1, queries, -1)
+        if kind == "sparse bias":
+            mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     call = call_of(specs, n, queries, causal=kind == "causal", mask=mask, seed=seed)
     with pytest.MonkeyPatch.context() as monkeypatch:
         assert_as_at_once(call, in_tiles(call, pages, monkeypatch))
@@ -110,9 +113,11 @@ def test_any_number_of_queries_and_any_mask(specs, n, queries, kind, pages, seed
 def test_a_fully_masked_query_gets_zeros(monkeypatch):
     mask = torch.ones(2, 1, 2, 72, dtype=torch.bool)
     mask[1, :, 1] = False
-    got = in_tiles(call_of(KIVI, 70, 2, causal=False, mask=mask), 1, monkeypatch)
+    got, lse = in_tiles(call_of(KIVI, 70, 2, causal=False, mask=mask), 1, monkeypatch)
     assert (got[1, :, 1] == 0).all() and got[0].isfinite().all() and (got[0] != 0).all()
-    assert (in_tiles(call_of(KIVI, 70, 2, causal=False, mask=mask & False), 1, monkeypatch) == 0).all()
+    assert (lse[1, :, 1] == -torch.inf).all() and lse[0].isfinite().all()
+    got, lse = in_tiles(call_of(KIVI, 70, 2, causal=False, mask=mask & False), 1, monkeypatch)
+    assert (got == 0).all() and (lse == -torch.inf).all()
 
 
 def test_no_more_than_a_tile_is_dequantized_at_a_time_and_hidden_tiles_are_not(monkeypatch):
@@ -133,13 +138,34 @@ def test_no_more_than_a_tile_is_dequantized_at_a_time_and_hidden_tiles_are_not(m
     assert sum(sizes) == 1
 
 
+def test_of_selected_tokens_only_their_pages_are_dequantized_a_tile_at_a_time(monkeypatch):
+    pages = []
+
+    def noting(kept, *rest):
+        pages.append(kept[0].shape[2])
+        return dequantize_predicted(kept, *rest)
+
+    monkeypatch.setattr(tiles, "_VALUES", 2 * 2 * 2 * DIM * 32)
+    call = call_of(KIVI, 500, 1)
+    for hidden in (False, torch.finfo(torch.float32).min):
+        mask = torch.zeros(1, 1, 1, 501, dtype=torch.bool)
+        mask[..., [0, 1, 70, 200, 201, 210, 499, 500]] = True  # in three pages, and in the window
+        if hidden:
+            mask = torch.zeros(mask.shape).masked_fill(~mask, hidden)
+        selecting = call._replace(causal=False, mask=mask)
+        (got,) = tiles.attend_in_tiles(selecting, noting)
+        torch.testing.assert_close(got, reference.attend(selecting)[0], atol=1e-5, rtol=1e-5)
+        assert pages == [2, 2, 1, 1]  # of keys and of values
+        pages.clear()
+
+
 def test_a_past_of_one_tile_is_dequantized_as_a_whole(monkeypatch):
     call = call_of(KIVI, 160, 2)
     for values, as_a_whole in ((160 * 2 * 2 * DIM, True), (160 * 2 * 2 * DIM - 1, False)):
         monkeypatch.setattr(tiles, "_VALUES", values)
-        monkeypatch.setattr(tiles, "_in_tiles", lambda call, dequantize_fn: "tiles")
+        monkeypatch.setattr(tiles, "_in_tiles", lambda call, dequantize_fn: Partial(torch.ones(1), torch.ones(1)))
         (got,) = tiles.attend(call)
-        assert torch.equal(got, reference.attend(call)[0]) if as_a_whole else got == "tiles"
+        assert torch.equal(got, reference.attend(call)[0] if as_a_whole else torch.ones(1))
 
 
 # ---------------------------------------------------------------- every scheme

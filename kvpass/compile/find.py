@@ -8,8 +8,10 @@ keeps its ``kvpass.dequantize``: correct, slower, reported.
 """
 
 import math
+import operator
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..codec.spec import parse
+from ..layout.window import offset_of
 from .appends import tensor_of
 from .calls import DEQUANTIZE, ROTATE, argument, arguments, compute, tensor_argument, tensors_argument
 from .heads import selected
@@ -24,7 +27,7 @@ from .latent import Expansion, expansion
 from .masks import structure
 from .nodes import integer, operand, operands, shape, value_of
 from .own_cache import Present, read_back
-from .sinks import concatenated, rescaling
+from .sinks import concatenated, of_heads, rescaling
 from .softmax import CASTS, PRODUCTS, SAME_VALUES, NotUnderstood, insert_bias, only_user, read_scores
 
 aten = torch.ops.aten
@@ -64,15 +67,25 @@ class Source:
         """An argument of the call that dequantizes the past."""
         return argument(self.past, name)
 
+    def insert_size(self, graph: Graph) -> Node:
+        """Nodes at the insertion point that compute the number of all tokens, past and present, from the length of the
+        cache."""
+        length = tensor_argument(self.past, "length")
+        size = compute(graph, aten.sym_size.int, length, 0)
+        if self.present is not None:
+            size = compute(graph, operator.add, size, compute(graph, aten.sym_size.int, self.present, 2))
+        return compute(graph, operator.sub, size, offset_of(parse(self.read("spec")).retention))
+
 
 @dataclass
 class AttentionSite:
     """One matched attention.
 
     output: the node to replace, ``[B, H_q, S, D]``, ``[B * H_q, S, D]`` or ``[B, H_kv, r, S, D]``.
-    sinks: logits ``[1, H_q, 1, 1]`` that take part in the softmax without a value.
+    sinks: logits ``[1, H_q, 1, 1]`` or ``[B, H_q, S, 1]`` that take part in the softmax without a value.
     expansion: for latent attention: how keys and values are expanded from the latent and the rotary part that ``key``
         and ``value`` are then. ``query`` is absorbed.
+    second: if the keys are those of two caches, attention to the second of them, in the same softmax.
     """
 
     output: Node
@@ -85,6 +98,12 @@ class AttentionSite:
     softcap: float = 0.0
     sinks: Node | None = None
     expansion: Expansion | None = None
+    second: "AttentionSite | None" = None
+
+    @property
+    def parts(self) -> list["AttentionSite"]:
+        """Attention to each cache."""
+        return [self] if self.second is None else [self, self.second]
 
 
 def find(graph: Graph, presents: dict[Node, Present]) -> tuple[list[AttentionSite], list[str]]:
@@ -109,6 +128,8 @@ def find_unpacked(graph: Graph) -> tuple[list[AttentionSite], list[str]]:
         )
         if queries != keys or not causal:
             refused.append("attention that is not causal over the tokens of the call")
+        if attention.sinks is not None and not of_heads(attention.sinks):
+            refused.append("attention with a sink for each query")
     return found, refused
 
 
@@ -235,15 +256,50 @@ def _unrepeated(node: Node) -> Node | None:
     return None
 
 
-def _sides(keys: Node, values: Node, source: Callable[[Node], Source]) -> tuple[Source, Source, Expansion | None]:
-    """The sources of keys and of values, and how they are expanded from there. Raises `NotUnderstood`."""
+def _sides(
+    keys: Node, values: Node, source: Callable[[Node], Source]
+) -> tuple[list[tuple[Source, Source]], Expansion | None]:
+    """The sources of keys and of values for each cache, and how they are expanded from there. Raises
+    `NotUnderstood`."""
     try:
-        return source(keys), source(values), None
+        return [(source(keys), source(values))], None
     except NotUnderstood:
+        of_keys, of_values = _caches(keys), _caches(values)
+        if of_keys and of_values:
+            return [(source(k), source(v)) for k, v in zip(of_keys, of_values, strict=True)], None
         found = expansion(keys, values)
         if found is None:
             raise
-        return _peeled(found.latent), _peeled(found.rotary), found
+        return [(_peeled(found.latent), _peeled(found.rotary))], found
+
+
+def _caches(node: Node) -> list[Node]:
+    """The keys, or the values, of the two caches that ``node`` concatenates; empty if it does not."""
+    while (behind := _behind(node)) is not None:
+        node = behind
+    if node.target is not aten.cat.default or len(operands(node)) != 2 or node.args[1] not in (2, -2):
+        return []
+    return operands(node) if operands(node)[0].target is aten.cat.default else []
+
+
+def _of_caches(site: AttentionSite, others: list[tuple[Source, Source]]) -> AttentionSite:
+    """``site``, whose mask covers the tokens of its cache and then those of ``others``, at most one cache."""
+    if not others:
+        return site
+    ((key, value),) = others
+    if site.causal or site.key.padded or key.padded:
+        raise NotUnderstood("two caches in one softmax that is causal, or whose slots are not all used")
+    masks: list[Node | None] = [None, None]
+    if site.mask is not None:
+        graph = site.output.graph
+        with graph.inserting_before(site.output):
+            size = site.key.insert_size(graph)
+            masks = [
+                compute(graph, aten.slice.Tensor, site.mask, -1, 0, size),
+                compute(graph, aten.slice.Tensor, site.mask, -1, size, sys.maxsize),
+            ]
+    second = replace(site, key=key, value=value, mask=masks[1], sinks=None)
+    return replace(site, mask=masks[0], second=second)
 
 
 def _absorbed(site: AttentionSite) -> AttentionSite:
@@ -259,11 +315,12 @@ def _from_sdpa(node: Node, source: Callable[[Node], Source]) -> AttentionSite:
     query, mask, causal, scale = (given[name] for name in ("query", "attn_mask", "is_causal", "scale"))
     if given["dropout_p"]:
         raise NotUnderstood("attention with dropout: call model.eval(), or set attention dropout to 0")
-    key, value, expanded = _sides(given["key"], given["value"], source)
+    ((key, value), *others), expanded = _sides(given["key"], given["value"], source)
     if key.padded and (mask is None or causal):
         raise NotUnderstood("no mask hides the unused slots behind the keys")
     scale = float(scale) if scale is not None else 1 / math.sqrt(shape(query)[-1])
-    return _absorbed(AttentionSite(node, query, key, value, mask, bool(causal), scale, expansion=expanded))
+    site = AttentionSite(node, query, key, value, mask, bool(causal), scale, expansion=expanded)
+    return _of_caches(_absorbed(site), others)
 
 
 def _only_user(node: Node) -> Node:
@@ -294,7 +351,7 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> AttentionSite
         raise NotUnderstood(
             f"keys enter the product through {scores.keys.target} instead of a transpose of their last two dims"
         )
-    key, value, expanded = _sides(operand(scores.keys), operand(output, 1), source)
+    ((key, value), *others), expanded = _sides(operand(scores.keys), operand(output, 1), source)
     query = _with_heads(scores.query, operand(scores.keys))
     with output.graph.inserting_before(output):
         mask = insert_bias(output.graph, scores, query)
@@ -303,7 +360,7 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> AttentionSite
     if rescaled is not None:
         output, sinks = rescaled.output, rescaled.by_head()
     site = AttentionSite(output, query, key, value, mask, False, scores.scale, scores.softcap, sinks, expanded)
-    return _absorbed(site)
+    return _of_caches(_absorbed(site), others)
 
 
 def _drop_shift(softmax: Node) -> None:

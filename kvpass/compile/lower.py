@@ -63,5 +63,5 @@ def _of_attention(given: dict[str, Any], q: Tensor, specs: tuple[str, ...], quer
         if mask is None:
             mask, starts = (window_as(q.device.type, queries) == name or None for name in ("mask", "starts"))
     sinks, softcap, statistic = (given[name] for name in ("sinks", "softcap", "statistic"))
-    asked = extras(mask, starts, rotary, sinks, softcap, statistic, new, beside, given["latent"])
+    asked = extras(mask, starts, rotary, sinks, softcap, statistic, new, beside, given["latent"], given["with_lse"])
     return attention_key(q, ring, specs, queries, asked)

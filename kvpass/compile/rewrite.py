@@ -3,7 +3,8 @@
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypedDict
+from dataclasses import replace
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -20,9 +21,11 @@ from .calls import (
     argument,
     call,
     change,
+    compute,
     tensor_argument,
     tensors_argument,
 )
+from .combine import over_both, with_sinks
 from .find import AttentionSite, Source
 from .heads import select
 from .masks import beside_padding, mark_padding, structure
@@ -30,6 +33,7 @@ from .nodes import shape, value_of
 from .normalise import NormalGraph, in_place
 from .pre_rope import Rotation, Rotations, insert_tables, turns_alike
 from .report import listed
+from .sinks import of_heads
 
 aten = torch.ops.aten
 
@@ -47,18 +51,13 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[AttentionSit
         # another layer has just written these quantized values; this reads the pages before that write
         change(node, state=[placeholder(tensor) for tensor in tensors_argument(node, "state")])
     writes = appends(graph)
-    readers = {attention.key.ring: attention for attention in attentions}  # each layer has its own ring
+    readers = {site.key.ring: site for attention in attentions for site in attention.parts}  # each has its own ring
     _tap_queries(writes, readers, refused)
     with graph.inserting_before(graph.output_node()):
         tables = _store_turned_back(graph, inputs, writes)
     importance = _importance(writes, readers, refused)
     for attention in attentions:
-        if attention.key.padded:
-            _cut_mask(graph, attention)
-        if attention.key.read("starts") is not None:
-            mark_padding(graph, value_of(attention.query))
-        _drop_structural_mask(attention)
-        starts = None if attention.key.ring in importance else _drop_padding(attention)
+        starts = [_simplify_mask(graph, site, evicts=site.key.ring in importance) for site in attention.parts]
         mass = _replace(graph, attention, importance.get(attention.key.ring), starts)
         for append in writes:
             if append.importance is not None and mass is not None and _has_a_say(append, attention):
@@ -179,19 +178,17 @@ def _check_turned_alike(query: Rotation | None, key: Rotation) -> None:
         raise NotCapturedError("queries are not rotated like keys")
 
 
-def _cut_mask(graph: Graph, attention: AttentionSite) -> None:
-    """If keys had room after them, keep only the mask's columns for tokens."""
-    length, present, mask = tensor_argument(attention.key.past, "length"), attention.key.present, attention.mask
-    with graph.inserting_before(attention.output):
-        sizes = [graph.call_function(aten.sym_size.int, args) for args in ((length, 0), (present, 2))]
-        both = graph.call_function(operator.add, tuple(sizes))
-        total = graph.call_function(operator.sub, (both, LENGTH_OFFSET))
-        cut = graph.call_function(aten.slice.Tensor, (mask, -1, 0, total))
-    sizes[0].meta["val"], sizes[1].meta["val"] = shape(length)[0], shape(present)[2]
-    both.meta["val"] = shape(length)[0] + shape(present)[2]
-    total.meta["val"] = both.meta["val"] - LENGTH_OFFSET
-    cut.meta["val"] = value_of(mask)[..., : total.meta["val"]]
-    attention.mask = cut
+def _simplify_mask(graph: Graph, attention: AttentionSite, evicts: bool) -> Node | None:
+    """Drop the mask of ``attention`` if nothing but causality, a window or padding hides tokens. Returns the start of
+    each row, if that replaces padding."""
+    if attention.key.padded:  # keep only the columns for tokens
+        with graph.inserting_before(attention.output):
+            size = attention.key.insert_size(graph)
+            attention.mask = compute(graph, aten.slice.Tensor, attention.mask, -1, 0, size)
+    if attention.key.read("starts") is not None:
+        mark_padding(graph, value_of(attention.query))
+    _drop_structural_mask(attention)
+    return None if evicts else _drop_padding(attention)
 
 
 def _drop_structural_mask(attention: AttentionSite) -> None:
@@ -215,9 +212,42 @@ def _drop_padding(attention: AttentionSite) -> Node | None:
     return starts
 
 
-def _replace(graph: Graph, attention: AttentionSite, importance: Node | None, starts: Node | None) -> Node | None:
-    """Put ``kvpass::attend`` in place of ``attention``. Returns the attention mass of each token, if the codec asks for
-    it."""
+def _replace(
+    graph: Graph, attention: AttentionSite, importance: Node | None, starts: Sequence[Node | None]
+) -> Node | None:
+    """Put ``kvpass::attend`` in place of ``attention``, whose parts have these ``starts``. Returns the attention mass
+    of each token, if the codec asks for it."""
+    sinks = attention.sinks
+    by_query = sinks is not None and not of_heads(sinks)
+    with_lse = by_query or attention.second is not None
+    if with_lse and importance is not None:
+        raise NotCapturedError("attention mass is not available for sinks by query, nor for two caches in one softmax")
+    sites = [replace(site, sinks=None) if by_query else site for site in attention.parts]
+    first, *others = (
+        _insert_attend(graph, site, importance, start, with_lse) for site, start in zip(sites, starts, strict=True)
+    )
+    with graph.inserting_before(attention.output):
+        out, lse = first.out, first.lse
+        for other in others:
+            out, lse = over_both(graph, (out, lse), (other.out, other.lse))
+        if by_query:
+            out = with_sinks(graph, out, lse, sinks)
+        attention.output.replace_all_uses_with(_shaped_as(graph, out, attention))
+    return first.mass
+
+
+class _Attended(NamedTuple):
+    """What a call of ``kvpass::attend`` returns."""
+
+    out: Node
+    mass: Node | None
+    lse: Node | None
+
+
+def _insert_attend(
+    graph: Graph, attention: AttentionSite, importance: Node | None, starts: Node | None, with_lse: bool
+) -> _Attended:
+    """A call of ``kvpass::attend`` for attention to one cache."""
     key, value = attention.key, attention.value
     codec, decoded = parse(key.read("spec")), key.needed_elsewhere or value.needed_elsewhere
     given = dict(mask=attention.mask, causal=attention.causal, scale=attention.scale, softcap=attention.softcap)
@@ -236,6 +266,8 @@ def _replace(graph: Graph, attention: AttentionSite, importance: Node | None, st
         given["starts"] = starts
     if attention.expansion is not None:
         given["latent"] = True
+    if with_lse:
+        given["with_lse"] = True
     with graph.inserting_before(attention.output):
         if attention.sinks is not None:
             given["sinks"] = sinks = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))
@@ -246,11 +278,14 @@ def _replace(graph: Graph, attention: AttentionSite, importance: Node | None, st
         results = call(graph, ATTEND, q=query, k_new=new[0], v_new=new[1], **given)
         out = graph.call_function(operator.getitem, (results, 0))
         mass = graph.call_function(operator.getitem, (results, 1)) if given.get("statistic") else None
+        lse = graph.call_function(operator.getitem, (results, 1)) if with_lse else None
+        latent = attention.expansion is not None
+        out.meta["val"] = value_of(query).new_empty((*shape(query)[:3], shape(key.past if latent else value.past)[3]))
+        if lse is not None:
+            lse.meta["val"] = value_of(query).new_empty(shape(query)[:3], dtype=torch.float32)
         if attention.expansion is not None:
-            out.meta["val"] = value_of(query).new_empty((*shape(query)[:3], shape(key.past)[3]))
             out = attention.expansion.expand(graph, out)
-        attention.output.replace_all_uses_with(_shaped_as(graph, out, query, attention))
-    return mass
+    return _Attended(out, mass, lse)
 
 
 def _of_heads(graph: Graph, x: Node, side: Source) -> Node:
@@ -267,10 +302,9 @@ def _cast(graph: Graph, x: Node, dtype: torch.dtype) -> Node:
     return cast
 
 
-def _shaped_as(graph: Graph, new: Node, query: Node, attention: AttentionSite) -> Node:
-    """``new`` ``[B, H_q, S, D]``, computed for ``query``, in the dtype and shape of the output of ``attention``."""
-    q, out = value_of(query), value_of(attention.output)
-    new.meta["val"] = q.new_empty((*q.shape[:3], out.shape[-1]))
+def _shaped_as(graph: Graph, new: Node, attention: AttentionSite) -> Node:
+    """``new`` ``[B, H_q, S, D]`` in the dtype and shape of the output of ``attention``."""
+    out = value_of(attention.output)
     new = _cast(graph, new, out.dtype)
     value = value_of(new)
     if out.ndim == 3:  # heads merged with the batch
@@ -316,8 +350,9 @@ def simulate_attention(
                 sinks=sinks, before=before, rope=rope, k_spec=pair[0], v_spec=pair[1], prompt=prompt,
                 k_shared=[], v_shared=[],
             )  # fmt: skip
-            new.meta["val"] = value_of(attention.output)
-            attention.output.replace_all_uses_with(_shaped_as(graph, new, attention.query, attention))
+            query = value_of(attention.query)
+            new.meta["val"] = query.new_empty((*query.shape[:3], shape(attention.output)[-1]))
+            attention.output.replace_all_uses_with(_shaped_as(graph, new, attention))
     return in_place(normal, skip=set())
 
 
@@ -338,7 +373,7 @@ def unfused(graph: Graph, attentions: list[AttentionSite], refused: list[str]) -
     """Which packed layers keep their attention, counted in the order they are written, and why. For the graph before
     `rewrite`."""
     keys = appends(graph)[::2]  # keys come before values
-    fused = {attention.key.ring for attention in attentions}
+    fused = {site.key.ring for attention in attentions for site in attention.parts}
     layers = [i for i, append in enumerate(keys) if append.ring not in fused]
     reasons = refused if len(refused) == len(layers) else [listed(refused)] * len(layers)
     return dict(zip(layers, reasons, strict=True))

@@ -1,4 +1,4 @@
-"""Sinks: logits that take part in the softmax of attention without a value.
+"""Sinks: logits that take part in the softmax of attention without a value, one for each head or for each query.
 
 They are concatenated after the scores and sliced off after the softmax, or the output is multiplied by
 ``sigmoid(logsumexp(scores) - sink)``, which is the same.
@@ -17,7 +17,8 @@ aten = torch.ops.aten
 
 
 def concatenated(node: Node) -> tuple[Node, Node | None]:
-    """The scores in ``cat([scores, sinks])``, and the sinks ``[1, H, 1, 1]``, or None if there are none."""
+    """The scores in ``cat([scores, sinks])``, and the sinks ``[1, H, 1, 1]`` or ``[B, H, S, 1]``, or None if there are
+    none."""
     whole = node
     while whole.target in CASTS:
         whole = operand(whole)
@@ -26,9 +27,15 @@ def concatenated(node: Node) -> tuple[Node, Node | None]:
     scores, sinks = operands(whole)
     while sinks.target in (aten.expand.default, *CASTS):
         sinks = operand(sinks)
-    if len(shape(sinks)) != 4 or (*shape(sinks)[:1], *shape(sinks)[2:]) != (1, 1, 1) or whole.args[1] not in (3, -1):
-        raise NotUnderstood("something other than one logit per head is concatenated after the scores")
+    if len(shape(sinks)) != 4 or shape(sinks)[3] != 1 or whole.args[1] not in (3, -1):
+        raise NotUnderstood("something other than one logit per head or query is concatenated after the scores")
     return scores, sinks
+
+
+def of_heads(sinks: Node) -> bool:
+    """Whether all queries of a head have the same sink."""
+    batch, _, queries, _ = shape(sinks)
+    return (batch, queries) == (1, 1)
 
 
 class Rescaling(NamedTuple):

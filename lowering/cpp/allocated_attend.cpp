@@ -53,10 +53,11 @@ extern "C" void kernel(
     int64_t heads, int64_t n, int64_t present, int64_t packed, int64_t key_room, int64_t value_room, int64_t rows,
     int64_t row, int64_t pairs, int64_t interleaved, int64_t centered, int64_t fitted, int64_t count, int64_t tokens,
     int64_t causal, const uint8_t* mask, int64_t mask_kind, int64_t mask_of_sample, int64_t mask_of_head,
-    int64_t mask_of_token, const float* sinks, int64_t with_sinks, int64_t threads, float scale
+    int64_t mask_of_token, const float* sinks, int64_t with_sinks, float* lse, int64_t with_lse,
+    int64_t threads, float scale
 ) {
     const Mask of_call = {mask, mask_kind, mask_of_sample, mask_of_head, mask_of_token};
-    const Queries queries = {count, tokens, causal, of_call, with_sinks ? sinks : nullptr};
+    const Queries queries = {count, tokens, causal, of_call, with_sinks ? sinks : nullptr, with_lse ? lse : nullptr};
     const Side<keys::Fields> of_keys = {
         key_pages, key_room, (const Scale*)key_basis, key_fields, keys::PLACES_OF_HEAD, fitted};
     const Side<values::Fields> of_values = {
@@ -100,8 +101,11 @@ extern "C" void kernel(
     for (int64_t i = 0; i < tasks; i++) {
         const int64_t block = i % blocks, h = i / blocks;
         const auto own = of_values.of(h, heads, 0);  // of no page
-        Token* to = (Token*)out + (h * count + block * QUERIES) * HEAD;
+        const int64_t row = h * count + block * QUERIES;
         const auto sink = [&](int r) { return queries.sink(h % heads, block * QUERIES + r); };
-        merge(found.data() + i * parts, parts, own.basis, own.fields, table, to, queries.in_block(block), sink);
+        merge(
+            found.data() + i * parts, parts, own.basis, own.fields, table, (Token*)out + row * HEAD,
+            queries.in_block(block), sink, queries.lse ? queries.lse + row : nullptr
+        );
     }
 }

@@ -49,11 +49,12 @@ struct PartResult {
 };
 
 // The attention of the first rows queries of a head over all its parts, [rows, HEAD]. basis, fields: those of its values.
-// sink(r): the score of the sink of a query, which has no value; minus infinity for none.
+// sink(r): the score of the sink of a query, which has no value; minus infinity for none. lse: [rows], the log-sum-exp of
+// each query's scores; null if it is not needed.
 template <typename Basis, typename Sink>
 inline void merge(
     const PartResult* found, int64_t parts, const Basis* basis, const values::Fields* fields, const float* table, Token* out,
-    int64_t rows, Sink sink
+    int64_t rows, Sink sink, float* lse = nullptr
 ) {
     values::Total total;
     float sums[QUERIES * HEAD] = {}, all[QUERIES] = {};
@@ -68,6 +69,7 @@ inline void merge(
             total.add(own.total, r, rescale);
             for (int i = r * HEAD; i < (r + 1) * HEAD; i++) sums[i] += own.out[i] * rescale;
         }
+        if (lse) lse[r] = log_sum_exp(high, all[r]);
     }
     total.put(basis, fields, table, sums);
     for (int i = 0; i < rows * HEAD; i++) round_to(out[i], attended(sums[i], all[i / HEAD]));

@@ -19,7 +19,7 @@ from kvpass.layout.pool import capacity
 
 from ..call_types import AttendCall
 from .allocated import common_of, defines_of, fields_type, look_up_table
-from .attend_codes import DTYPES, LANES, SOFTMAX_TYPES, as_tokens, at_a_time, softmax_arguments
+from .attend_codes import DTYPES, LANES, SOFTMAX_TYPES, as_tokens, at_a_time, outputs, softmax_arguments
 from .build import build, source, text
 
 _BYTES, _NUMBER = "const uint8_t*", "int64_t"
@@ -62,9 +62,8 @@ def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype
     return build(parts + text(windows, "rings.h", "allocated_attend.cpp"), types)
 
 
-def attend(call: AttendCall[Pack]) -> Tensor:
-    """The output ``[B, H_q, S, D]`` of ``call``, which has a few query tokens, and as many new keys and values or
-    none."""
+def attend(call: AttendCall[Pack]) -> list[Tensor]:
+    """What ``call`` returns, which has a few query tokens, and as many new keys and values or none."""
     q, key, value, n, k_new, v_new = call[:6]
     k_spec, v_spec = call.specs
     (batch, q_heads, tokens, head_dim), (_, heads, present, _), dtype = q.shape, k_new.shape, key.ring.dtype
@@ -78,7 +77,7 @@ def attend(call: AttendCall[Pack]) -> Tensor:
         sides += [x.contiguous() for x in (pool, basis, fields)]
         of_samples = int(len(basis) == batch)
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
-    out, page_tables = torch.empty_like(q), key.page_tables
+    (out, lse), page_tables = outputs(call, q), key.page_tables
     (pairs, interleaved), cos, sin = _NO_TURN, q, q
     if page_tables is not None:
         (pairs, interleaved), cos, sin = parse_rope(page_tables.rope), *(as_tokens(x, dtype) for x in page_tables[:2])
@@ -87,6 +86,6 @@ def attend(call: AttendCall[Pack]) -> Tensor:
         q, out, *sides, *exact, cos, sin, q if center is None else center.contiguous(),
         look_up_table(q.device), batch, heads, n, present, pages, *rooms, cos.shape[1], cos.shape[2], pairs,
         int(interleaved), int(center is not None), of_samples, queries, tokens, int(call.causal),
-        *softmax_arguments(call, q), torch.get_num_threads(), call.scale,
+        *softmax_arguments(call, q, lse), torch.get_num_threads(), call.scale,
     )  # fmt: skip
-    return out
+    return [out, *lse]

@@ -35,7 +35,8 @@ extern "C" void kernel(
     int64_t n, int64_t present, int64_t packed, int64_t key_pages, int64_t key_codes_room, int64_t key_scales_room,
     int64_t key_zeros_room, int64_t value_codes_room, int64_t value_scales_room, int64_t value_zeros_room,
     int64_t queries, int64_t tokens, int64_t causal, const uint8_t* mask, int64_t mask_kind, int64_t mask_of_sample,
-    int64_t mask_of_head, int64_t mask_of_token, const float* sinks, int64_t with_sinks, int64_t threads, float scale
+    int64_t mask_of_head, int64_t mask_of_token, const float* sinks, int64_t with_sinks, float* lse,
+    int64_t with_lse, int64_t threads, float scale
 ) {
     constexpr int64_t KEY_CODES = PAGE * KEY_BITS / 8 * HEAD, VALUE_CODES = PAGE * VALUE_BITS / 8 * HEAD;
     constexpr int64_t KEY_PARAMS = HEAD * sizeof(Scale), VALUE_PARAMS = PAGE * GROUPS * sizeof(Scale);
@@ -50,6 +51,7 @@ extern "C" void kernel(
     const std::vector<int64_t> totals(samples, n + present), of_both(samples, packed), of_keys(samples, key_pages);
     attend_all(
         (const Token*)q, scale, (Token*)out, totals.data(), of_both.data(), of_keys.data(), samples, heads,
-        Samples{pools, rings, heads}, threads, {queries, tokens, causal, of_call, with_sinks ? sinks : nullptr}
+        Samples{pools, rings, heads}, threads,
+        {queries, tokens, causal, of_call, with_sinks ? sinks : nullptr, with_lse ? lse : nullptr}
     );
 }

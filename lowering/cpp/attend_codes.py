@@ -27,7 +27,7 @@ LANES = 16
 """Largest number of vector lanes. Page and group sizes are multiples of it."""
 _SERVED = {f"bits={bits}" for bits, fields in FIELDS.items() if len(fields) == 1}
 _SERVED |= {"per=channel", "per=token", "keep=recent", "codec=", "evict=attention", "fit=minmax", "predictor="}
-SOFTMAX_TYPES = "const uint8_t*", *4 * ["int64_t"], "const float*", "int64_t"
+SOFTMAX_TYPES = "const uint8_t*", *4 * ["int64_t"], "const float*", "int64_t", "float*", "int64_t"
 """Types of the arguments that `softmax_arguments` returns."""
 DTYPES = torch.float32, torch.bfloat16
 _TYPES = ["const uint8_t*", "uint8_t*", *10 * ["const uint8_t*"], *15 * ["int64_t"], *SOFTMAX_TYPES, "int64_t", "float"]
@@ -62,9 +62,8 @@ def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype
     return build(source(defines, "tokens.h", "codes.h", "rings.h", "attend_codes.cpp"), _TYPES)
 
 
-def attend(call: AttendCall[Pack]) -> Tensor:
-    """The output ``[B, H_q, S, D]`` of ``call``, which has a few query tokens, and as many new keys and values or
-    none."""
+def attend(call: AttendCall[Pack]) -> list[Tensor]:
+    """What ``call`` returns, which has a few query tokens, and as many new keys and values or none."""
     q, key, value, n, k_new, v_new = call[:6]
     k_spec, v_spec = call.specs
     (batch, q_heads, tokens, head_dim), (_, heads, present, _), dtype = q.shape, k_new.shape, key.ring.dtype
@@ -73,12 +72,18 @@ def attend(call: AttendCall[Pack]) -> Tensor:
     rooms = [capacity(pool, pages) for pack, pages in ((key, key_pages), (value, packed)) for pool in pack.pools]
     pools = [pool.contiguous() for pack in (key, value) for pool in pack.pools]
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
-    out = torch.empty_like(q)
+    out, lse = outputs(call, q)
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, at_a_time(queries, tokens), dtype)(
         q, out, *pools, *exact, batch, heads, n, present, packed, key_pages, *rooms, queries, tokens, int(call.causal),
-        *softmax_arguments(call, q), torch.get_num_threads(), call.scale,
+        *softmax_arguments(call, q, lse), torch.get_num_threads(), call.scale,
     )  # fmt: skip
-    return out
+    return [out, *lse]
+
+
+def outputs(call: AttendCall[Pack], q: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The tensors for the output of ``call`` with queries ``q`` and, if it asks for it, for the log-sum-exp."""
+    lse = [torch.empty(q.shape[:3], dtype=torch.float32)] if call.with_lse else []
+    return torch.empty_like(q), lse
 
 
 def at_a_time(queries: int, tokens: int) -> int:
@@ -90,19 +95,20 @@ def at_a_time(queries: int, tokens: int) -> int:
 _NONE, _BOOL, _ADDED = range(3)  # Mask::Kind of tokens.h
 
 
-def softmax_arguments(call: AttendCall[Pack], q: Tensor) -> tuple[Tensor | int, ...]:
-    """The mask of ``call``, its kind and its strides (tokens.h), and its sinks. q: its queries, which stand in for what
-    is None."""
+def softmax_arguments(call: AttendCall[Pack], q: Tensor, lse: list[Tensor]) -> tuple[Tensor | int, ...]:
+    """The mask of ``call``, its kind and its strides (tokens.h), its sinks, and ``lse`` of `outputs`. q: its queries,
+    which stand in for what is missing."""
     mask, sinks = call.mask, (q, 0) if call.sinks is None else (call.sinks.float().contiguous(), 1)
+    others = *sinks, *((lse[0], 1) if lse else (q, 0))
     if mask is None:
-        return q, _NONE, 0, 0, 0, *sinks
+        return q, _NONE, 0, 0, 0, *others
     kind = _BOOL if mask.dtype == torch.bool else _ADDED
     if kind == _ADDED and mask.dtype != q.dtype:
         mask = mask.to(q.dtype)
     mask = mask.expand(*q.shape[:3], call.n + call.k_new.shape[2])  # a decoder's own mask may have fewer dims
     if mask.stride(3) != 1:
         mask = mask.contiguous()
-    return mask, kind, *mask.stride()[:3], *sinks
+    return mask, kind, *mask.stride()[:3], *others
 
 
 def as_tokens(x: Tensor, dtype: torch.dtype) -> Tensor:

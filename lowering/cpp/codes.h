@@ -178,6 +178,7 @@ void attend_all(
             }
             Token* to = out + (b * heads * queries.count + row) * HEAD;
             for (int d = 0; d < HEAD; d++) round_to(to[d], attended(sums[d], all));
+            if (queries.lse) queries.lse[b * heads * queries.count + row] = log_sum_exp(high, all);
         }
 }
 

@@ -11,15 +11,17 @@ from kvpass.codec.tensors import Pack
 from ..call_types import AttendCall
 from ..inductor.page_view import ATTENDED
 from ..reference import with_past, with_starts
-from ..table import FEW, DispatchKey, implements
+from ..table import FEW, LSE, DispatchKey, implements
 from . import attend_allocated, attend_codes
 
-_EXTRAS = "mask", "padding", "sinks"
+_EXTRAS = "mask", "padding", "sinks", LSE
 
 
-def kernel_of(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+def kernel_of(
+    key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype
+) -> Callable[..., list[Tensor]] | None:
     """The kernel for caches with these specs and tokens of ``dtype``; None if there is none. It takes an `AttendCall`
-    and returns its output."""
+    and returns its outputs."""
     case = key, value, head_dim, dtype
     return next((one.attend for one in (attend_codes, attend_allocated) if one.serves(*case)), None)
 
@@ -45,4 +47,4 @@ def _refuses(dispatch: DispatchKey) -> str | None:
 def attend(call: AttendCall[Pack]) -> list[Tensor]:
     kernel = kernel_of(call.k_spec, call.v_spec, call.q.shape[3], call.q.dtype)
     assert kernel is not None, "the table asks `_refuses` first"
-    return [kernel(with_past(with_starts(call)))]
+    return kernel(with_past(with_starts(call)))

@@ -207,11 +207,19 @@ struct RunningSoftmax {
 // A sum of values over the sum of its weights, the largest of which is 1. It is far less if the query sees no token.
 inline float attended(float values, float weights) { return weights < 0.5f ? 0 : values / weights; }
 
+// The log-sum-exp of scores whose weights, relative to the score peak, have the sum weights. Scores are base-2 logarithms,
+// but for the lowest finite number, which hides tokens.
+inline float log_sum_exp(float peak, float weights) {
+    if (weights < 0.5f) return -INFINITY;
+    return peak == std::numeric_limits<float>::lowest() ? peak : (peak + std::log2(weights)) * (float)LN_2;
+}
+
 // The queries of a KV head: its query heads and, of each, the tokens of the call. They are processed in blocks of QUERIES.
 struct Queries {
     int64_t count, tokens, causal;
     Mask mask = {};
     const float* sinks = nullptr;  // a logit of each query head, which joins its softmax without a value; null for none
+    float* lse = nullptr;          // where the log-sum-exp of each query goes, [samples, heads, count]; null for nowhere
 
     int64_t blocks() const { return (count + QUERIES - 1) / QUERIES; }
     int64_t in_block(int64_t block) const { return std::min<int64_t>(QUERIES, count - block * QUERIES); }

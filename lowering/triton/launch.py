@@ -23,7 +23,7 @@ from kvpass.layout.window import on_device
 from ..call_types import AttendCall, parse_statistic
 from ..fit_sequence import not_padding
 from ..reference import with_past, with_starts
-from ..table import FEW, DispatchKey, implements, refuses_shapes
+from ..table import FEW, DispatchKey, implements, refuses_forms
 from .allocated import FEATURES, attend_allocated, refuses_fields
 from .attend import attend_split, merge_splits
 from .attention_mass import sum_attention
@@ -54,7 +54,7 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return "the past is already dequantized."
     if not dispatch.queries:
         return f"it supports 1 to {FEW} query tokens."
-    if why := refuses_shapes(dispatch):
+    if why := refuses_forms(dispatch):
         return why
     specs = [parse(text) for text in dispatch.specs]
     if why := refuses_pages(specs, dispatch.head_dim):
