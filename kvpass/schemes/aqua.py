@@ -35,7 +35,12 @@ def _resolved(field: str, scheme: SchemeConfig | str | dict[str, Any]) -> Scheme
 
 
 @register_scheme(
-    aqua_paper=dict(residual=128, predictor="linear", backbone=HIGGSConfig(group_size=1024, across_heads=True)),
+    aqua_paper=dict(
+        residual=128,
+        predictor="linear",
+        backbone=HIGGSConfig(group_size=1024, across_heads=True),
+        first_layer=HIGGSConfig(grid="d2n256", group_size=1024, across_heads=True),
+    ),
     aqua_3=dict(backbone=HIGGSConfig(grid="d2n64")),
     aqua_4=dict(backbone=HIGGSConfig(grid="d2n256")),
     aqua_kivi=dict(backbone=KIVIConfig()),
