@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.codec.rope import join_pairs, rotate, split_pairs
+from kvpass.codec.rope import rotate
 from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
 from kvpass.lowering.call_types import AttendCall
@@ -48,12 +48,6 @@ def test_rotation_is_multiplication_by_a_complex_number(kind, pairs, seed):
     torch.testing.assert_close(out[..., index[:, 0]], turned.real)
     torch.testing.assert_close(out[..., index[:, 1]], turned.imag)
     assert torch.equal(out[..., 2 * pairs :], x[..., 2 * pairs :])
-
-
-@pytest.mark.parametrize("rope", ["half-3", "interleaved-3", "half-8", "interleaved-8"])
-def test_joining_inverts_splitting(rope):
-    x = randn(0, 2, 5, DIM)
-    assert torch.equal(join_pairs(*split_pairs(x, rope), rope), x)
 
 
 @pytest.mark.slow

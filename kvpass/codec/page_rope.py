@@ -52,10 +52,10 @@ def turned_back(x: Tensor, cos: Tensor, sin: Tensor, rope: str) -> Tensor:
     return rotate(x.float(), *_inverse(cos[..., :pairs].float(), sin[..., :pairs].float()), rope)
 
 
-def _of_tokens(page_tables: PageTables, first: int, tokens: int, size: int) -> tuple[Tensor, Tensor]:
-    """Tables of each token's page middle, for ``tokens`` tokens in pages from ``first`` on."""
-    start, count = size + first, tokens // size
-    cos, sin = (table[:, start : start + count].repeat_interleave(size, 1) for table in page_tables[:2])
+def _of_pages(page_tables: PageTables, first: int, count: int, size: int) -> tuple[Tensor, Tensor]:
+    """Tables of the middles of ``count`` pages from ``first`` on, ``[B, count, p]`` float32."""
+    pairs, start = parse_rope(page_tables.rope)[0], size + first
+    cos, sin = (table[:, start : start + count, :pairs].float() for table in page_tables[:2])
     return cos, sin
 
 
@@ -75,14 +75,16 @@ def to_page_rope(x: Tensor, page_tables: PageTables | None, first: int, size: in
     """Convert rotated keys ``[B, H, N * P, D]`` of pages from ``first`` on to page-relative RoPE; keeps the dtype."""
     if page_tables is None:
         return x
-    return turned_back(x, *_of_tokens(page_tables, first, x.shape[2], size), page_tables.rope).to(x.dtype)
+    cos, sin = _inverse(*_of_pages(page_tables, first, x.shape[2] // size, size))
+    return rotate(x, cos.repeat_interleave(size, 1), sin.repeat_interleave(size, 1), page_tables.rope)
 
 
 def from_page_rope(x: Tensor, page_tables: PageTables | None, first: int, size: int) -> Tensor:
     """Inverse of `to_page_rope`."""
     if page_tables is None:
         return x
-    return rotate(x, *_of_tokens(page_tables, first, x.shape[2], size), page_tables.rope)
+    cos, sin = _of_pages(page_tables, first, x.shape[2] // size, size)
+    return rotate(x, cos.repeat_interleave(size, 1), sin.repeat_interleave(size, 1), page_tables.rope)
 
 
 def before_middle(page_tables: PageTables, size: int) -> tuple[Tensor, Tensor]:

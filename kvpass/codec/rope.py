@@ -27,12 +27,6 @@ def split_pairs(x: Tensor, rope: str) -> tuple[Tensor, Tensor, Tensor]:
     return x[..., first], x[..., second], x[..., 2 * pairs :]
 
 
-def join_pairs(first: Tensor, second: Tensor, rest: Tensor, rope: str) -> Tensor:
-    """Inverse of `split_pairs`."""
-    rotated = torch.stack([first, second], -1).flatten(-2) if parse_rope(rope)[1] else torch.cat([first, second], -1)
-    return torch.cat([rotated, rest], -1)
-
-
 def rotate_pairs(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate each pair by its angle."""
     return first * cos - second * sin, second * cos + first * sin
@@ -48,4 +42,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: str) -> Tensor:
     ``x``."""
     first, second, rest = split_pairs(x.float(), rope)
     cos, sin = (table[:, None, : x.shape[2], : first.shape[-1]].float() for table in (cos, sin))
-    return join_pairs(*rotate_pairs(first, second, cos, sin), rest, rope).to(x.dtype)
+    out = torch.empty(x.shape, device=x.device)
+    to_first, to_second, to_rest = split_pairs(out, rope)  # written in place: new memory takes longer than products
+    torch.mul(first, cos, out=to_first).sub_(second * sin)
+    torch.mul(second, cos, out=to_second).add_(first * sin)
+    to_rest.copy_(rest)
+    return out.to(x.dtype)

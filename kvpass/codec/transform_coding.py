@@ -139,7 +139,7 @@ def times_blocks(x: Tensor, matrices: Tensor) -> Tensor:
 
 def second_moment(x: Tensor, size: int, valid: Tensor | None = None) -> Tensor:
     """Second moment of the channels of each block, summed over tokens ``x`` ``[B, H, T, D]``:
-    ``[B, H, D / size, size, size]``.
+    ``[B, H, D / size, size, size]`` float64. Products are summed in float32 over some tokens at a time.
 
     valid: ``[B, T]`` bool, False for padding, which is ignored.
     """
@@ -147,7 +147,7 @@ def second_moment(x: Tensor, size: int, valid: Tensor | None = None) -> Tensor:
         x = x * valid[:, None, :, None]
     moment = torch.zeros((), dtype=torch.float64, device=x.device)
     for some in x.split(_TOKENS, 2):
-        moment = moment + torch.stack([part.mT @ part for part in some.double().split(size, -1)], 2)
+        moment = moment + torch.stack([(part.mT @ part).double() for part in some.float().split(size, -1)], 2)
     return moment
 
 
