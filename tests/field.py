@@ -298,9 +298,10 @@ def _captured(
     compiled: bool,
 ) -> None:  # fmt: skip
     """Record what is fused, and whether a captured step computes the same. Only one use is tried, because each has its
-    own graphs."""
+    own graphs: `generate` if it works and has a cache."""
     around = contextlib.nullcontext() if compiled else without_inductor()
-    name = next((name for name in expected if name.startswith("generate") and name in finding.uses), None)
+    cached = [name for name in expected if name in finding.uses and expected[name].cache is not None]
+    name = next(iter(sorted(cached, key=lambda name: not name.startswith("generate"))), None)
     if name is None or not _applied(model, finding, LOSSLESS, lowering="auto" if compiled else "reference"):
         return
     with around:
