@@ -31,7 +31,7 @@ FEW = 16
 """A call with at most this many query tokens is a decode step or verifies drafts; a larger one is a prompt."""
 
 
-_UNEQUAL, LATENT = "values of another shape than keys", "latent attention"
+UNEQUAL, LATENT = "values of another shape than keys", "latent attention"
 LSE = "log-sum-exp"
 
 
@@ -52,14 +52,13 @@ def extras(
         return ()
     used = {"mask": mask is not None, "padding": starts is not None, "RoPE": bool(rotary), "sinks": sinks is not None}
     used |= {"softcap": bool(softcap), "attention mass": bool(statistic), LATENT: latent, LSE: with_lse}
-    used[_UNEQUAL] = unequal and not latent
+    used[UNEQUAL] = unequal and not latent
     return tuple(name for name, is_used in used.items() if is_used)
 
 
-def refuses_forms(dispatch: DispatchKey) -> str | None:
-    """Why a kernel for keys and values of equal shape, which returns no log-sum-exp, cannot serve attention, or None if
-    it can."""
-    used = [name for name in (_UNEQUAL, LATENT, LSE) if name in dispatch.extras]
+def refuses_extras(dispatch: DispatchKey, *unsupported: str) -> str | None:
+    """Why an implementation that does not support some of `extras` cannot serve attention, or None if it can."""
+    used = [name for name in unsupported if name in dispatch.extras]
     return f"it does not support {used[0]}." if used else None
 
 

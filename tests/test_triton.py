@@ -64,7 +64,7 @@ def assert_attends_as_the_reference(arguments, **others):
 
 def assert_scores_as_the_reference(arguments, statistic, importance=None, **others):
     """Compare outputs and attention mass with the reference."""
-    others |= dict(statistic=statistic, importance=importance)
+    others |= dict(statistic=statistic, importance=importance, with_lse=True)
     got, expected = (OPS.attend(*arguments, name, **others) for name in ("triton", "reference"))
     q = arguments[0]
     for mine, theirs in zip(got, expected, strict=True):

@@ -85,13 +85,14 @@ def widened(one):
 
 
 def assert_is_a_rounding_of_the_reference(given, others):
-    (got,), (rounded,) = (OPS.attend(*given, name, **others) for name in ("triton", "reference"))
+    others = others | dict(with_lse=True)
+    (got, lse), (rounded, exact_lse) = (OPS.attend(*given, name, **others) for name in ("triton", "reference"))
     assert got.dtype == rounded.dtype and got.shape == rounded.shape and got.is_contiguous()
     if got.dtype == torch.float32:
-        torch.testing.assert_close(got, rounded, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close((got, lse), (rounded, exact_lse), atol=1e-4, rtol=1e-4)
         return
     wide = {name: widened(one) for name, one in others.items()}
-    (exact,) = OPS.attend(*map(widened, given), "reference", **wide)
+    exact, _ = OPS.attend(*map(widened, given), "reference", **wide)
     error, allowed = ((x.float() - exact).square().mean().sqrt() for x in (got, rounded))
     assert error <= 2 * allowed + 1e-4 * exact.square().mean().sqrt(), (error, allowed)
 

@@ -20,7 +20,7 @@ from kvpass.layout.window import layout, ring_tokens
 from ..call_types import AttendCall
 from ..cpp import allocated
 from ..reference import with_past, with_starts
-from ..table import DispatchKey, implements, refuses_forms
+from ..table import LATENT, LSE, UNEQUAL, DispatchKey, implements, refuses_extras
 from . import attention_graph
 from .aot import Input, Kernel, Program
 from .attention_graph import Signature, pool_names, sequence_shapes
@@ -140,7 +140,7 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
         return "the past is already dequantized."
     if dispatch.queries != 1:
         return "it attends with one query token."
-    if why := refuses_forms(dispatch):
+    if why := refuses_extras(dispatch, UNEQUAL, LATENT, LSE):
         return why
     specs = [parse(text) for text in dispatch.specs]
     (key, value), of_keys = (spec.retention for spec in specs), specs[0].transform

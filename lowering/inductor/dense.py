@@ -7,7 +7,7 @@ from kvpass.codec.tensors import Pack
 
 from .. import reference
 from ..call_types import AttendCall
-from ..table import DispatchKey, implements, refuses_forms
+from ..table import LATENT, LSE, UNEQUAL, DispatchKey, implements, refuses_extras
 from .page_view import ATTENDED
 from .pages import WIDTHS, dequantize_all
 
@@ -23,7 +23,7 @@ for _side, _features in zip(
 def _refuses(dispatch: DispatchKey) -> str | None:
     if not dispatch.specs:
         return "the past is already dequantized."
-    if dispatch.queries == 1 and not refuses_forms(dispatch):
+    if dispatch.queries == 1 and not refuses_extras(dispatch, UNEQUAL, LATENT, LSE):
         return "it attends with several query tokens."
     return None
 

@@ -240,23 +240,26 @@ class _Tables(NamedTuple):
         return cls(cos, sin, cos.stride()[:2], rope)
 
 
-def _merged(summed: Tensor, exact: Tensor, lse: Tensor, values: _Fitted, call: AttendCall[Pack]) -> Tensor:
-    """Merge the results of splits and of exact tokens, and convert them to channels: the output of ``call``."""
+def _merged(
+    summed: Tensor, exact: Tensor, partial_lse: Tensor, values: _Fitted, call: AttendCall[Pack]
+) -> list[Tensor]:
+    """Merge the results of splits and of exact tokens, and convert them to channels: what ``call`` returns."""
     (heads_of_all, splits, rows, width), (_, heads, queries, head_dim) = summed.shape, call.q.shape
     merged, of_exact = exact.new_empty((heads_of_all, rows, width)), exact.new_empty((heads_of_all, rows))
+    lse = exact.new_empty(call.q.shape[:3]) if call.with_lse else None
     merge_fields[heads_of_all * rows, width // LEAST.value](
-        summed, lse, call.sinks, merged, of_exact, rows, splits, queries, heads, width, MERGED_AT_ONCE, LEAST.value,
-        num_warps=1, enable_fp_fusion=True,
+        summed, partial_lse, call.sinks, merged, of_exact, lse, rows, splits, queries, heads, width, MERGED_AT_ONCE,
+        LEAST.value, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
     out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
     fields_to_channels[heads_of_all * rows, cdiv(head_dim, _CHANNELS)](
         merged, exact, of_exact, values.rows, out, rows, head_dim, width, _CHANNELS, LEAST.value, enable_fp_fusion=True
     )
-    return out
+    return [out] if lse is None else [out, lse]
 
 
-def attend_allocated(call: AttendCall[Pack]) -> Tensor:
-    """The output ``[B, H_q, S, D]`` of ``call``, which must not ask for attention mass."""
+def attend_allocated(call: AttendCall[Pack]) -> list[Tensor]:
+    """What ``call`` returns, which must not ask for attention mass."""
     q, key, value, n, k_new, v_new, mask = call[:7]
     k_spec, v_spec = call.specs
     q, k_new, (batch, heads, queries, head_dim), groups = q.contiguous(), k_new.contiguous(), q.shape, k_new.shape[1]

@@ -329,13 +329,14 @@ def attend_fields(
 
 @triton.jit(do_not_specialize=["rows", "splits", "queries"])
 def merge_fields(
-    summed, partial_lse, sinks, merged, of_exact, rows, splits, queries, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    summed, partial_lse, sinks, merged, of_exact, lse, rows, splits, queries, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     SPLITS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Write the normalized sums of all splits, in fields: ``[BH, rows, WIDTH]``; and the factor of the sums of exact
     tokens, ``[BH, rows]``. Grid: every query row; runs of ``COUNT`` fields.
 
-    ``sinks`` are logits of each head without values.
+    ``sinks`` are logits of each head without values. ``lse`` receives the log-sum-exp of the row, -inf if it sees no
+    token.
     """
     row, run, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, SPLITS)
     group, within, field = row // rows, row % rows, run * COUNT + tl.arange(0, COUNT)
@@ -361,6 +362,9 @@ def merge_fields(
     tl.store(merged + row * WIDTH + field, found / divisor)
     if run == 0:
         tl.store(of_exact + row, tl.exp2(exact - tl.where(peak == -float("inf"), 0.0, peak)) / divisor)
+        if lse is not None:
+            found_lse = tl.where(peak < -2e38, peak, (peak + tl.log2(divisor)) / LOG2E)  # `scores` keeps the lowest
+            tl.store(lse + row, tl.where(total > 0, found_lse, -float("inf")))
 
 
 @triton.jit(do_not_specialize=["rows"])

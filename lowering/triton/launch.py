@@ -23,7 +23,7 @@ from kvpass.layout.window import on_device
 from ..call_types import AttendCall, parse_statistic
 from ..fit_sequence import not_padding
 from ..reference import with_past, with_starts
-from ..table import FEW, DispatchKey, implements, refuses_forms
+from ..table import FEW, LATENT, UNEQUAL, DispatchKey, implements, refuses_extras
 from .allocated import FEATURES, attend_allocated, refuses_fields
 from .attend import attend_split, merge_splits
 from .attention_mass import sum_attention
@@ -54,7 +54,7 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return "the past is already dequantized."
     if not dispatch.queries:
         return f"it supports 1 to {FEW} query tokens."
-    if why := refuses_forms(dispatch):
+    if why := refuses_extras(dispatch, UNEQUAL, LATENT):
         return why
     specs = [parse(text) for text in dispatch.specs]
     if why := refuses_pages(specs, dispatch.head_dim):
@@ -263,6 +263,13 @@ def _count(lse: Tensor, mask: Tensor | None, statistic: str) -> None:
     lse[..., : max(0, queries - (last or queries))] = torch.inf
 
 
+def _returned(lse: Tensor) -> Tensor:
+    """The log-sum-exp of `merge_splits` as ``kvpass::attend`` returns it: -inf for a query that sees no token, and the
+    lowest finite number for one whose tokens all have that as their bias."""
+    lowest = lse < -2e38  # kernels do not convert such scores to units of log2
+    return lse.masked_fill(lse == torch.inf, -torch.inf).masked_fill(lowest, torch.finfo(lse.dtype).min)
+
+
 @implements("attend", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
 def attend(call: AttendCall[Pack]) -> list[Tensor]:
     call = with_past(call)
@@ -271,11 +278,14 @@ def attend(call: AttendCall[Pack]) -> list[Tensor]:
             raise KVPassError(
                 "The Triton kernels return no attention mass for per-channel bit widths: use lowering='reference'."
             )
-        return [attend_allocated(with_starts(call))]
+        return attend_allocated(with_starts(call))
     launch = _Launch(call)
-    if not call.statistic:
+    if not call.statistic and not call.with_lse:
         return [launch.attend(None)]
     lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
-    out = launch.attend(lse)
-    _count(lse, call.mask, call.statistic)
-    return [out, launch.attention_mass(lse)]
+    found = [launch.attend(lse)]
+    returned = _returned(lse) if call.with_lse else None
+    if call.statistic:
+        _count(lse, call.mask, call.statistic)
+        found.append(launch.attention_mass(lse))
+    return found if returned is None else [*found, returned]
