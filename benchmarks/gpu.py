@@ -11,6 +11,8 @@ tune        launch configurations of attention, shipped ones and others; the fas
 attend      time of attention, compared with attention over bfloat16 (SDPA's flash backend, FlexAttention), as replays
             of a CUDA graph over alternating states that together exceed the L2 cache; and the share of a copy's
             bandwidth
+latent      the kernel over a latent (MLA), which "auto" does not choose, against the reference; and its time beside
+            dequantizing the latent first and beside attention over a bfloat16 latent
 step        a step of 8B parameters: time of the host, time of the GPU and the slowest kernels, compared with
             transformers' static cache compiled with CUDA graphs
 due         every step of a model of 8 such layers: median, mean, and the long ones, of which one in 32 quantizes pages
@@ -44,6 +46,7 @@ from gpu_models import capacity, due, generates, replays, step, throughput
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
+from kvpass.cache.state import KVState
 from kvpass.codec.rope import rope_of
 from kvpass.lowering.triton import tuned
 from kvpass.lowering.triton.launch import case_of
@@ -237,6 +240,45 @@ def attend(
         yield row
 
 
+def latent(
+    device: torch.device, schemes=("kivi", "kivi-4"), lengths=(8192, 32768, 131072), batches=(1, 16),
+    shape=(128, 512, 64), lowering: str = "triton-latent",
+) -> Iterator[dict]:  # fmt: skip
+    """Seconds of one attention by 128 query heads over DeepSeek-V3's latent and rotary part, by variant."""
+    (heads, rank, rotary), dtype = shape, torch.bfloat16
+    seconds = replayed if device.type == "cuda" else in_turn
+    for scheme, length, batch in itertools.product(schemes, lengths, batches):
+        layer = LayerGeometry(
+            0, 1, 1, rank, dtype, device, num_value_heads=1, value_head_dim=rotary, latent=True
+        )  # fmt: skip
+        plan, sizes = get(scheme).plan_of(layer), (rank, rotary)
+        states = [KVState.allocate(spec, batch, 1, dim, dtype, device, length) for spec, dim in zip(
+            (plan.key, plan.value), sizes, strict=True)]  # fmt: skip
+        past = [torch.randn(batch, 1, length, dim, device=device, dtype=dtype) for dim in sizes]
+        for state, x in zip(states, past, strict=True):
+            state.append(x, 0)
+        q = torch.randn(batch, heads, 1, rank + rotary, device=device, dtype=dtype) / 4
+        given = (
+            q, *(state.pack for state in states), states[0].length_tensor(length), *(x[:, :, :1] for x in past), None,
+            False, (rank + rotary) ** -0.5, 0.0, *(state.text for state in states),
+        )  # fmt: skip
+
+        def packed(name: str, given: tuple = given) -> torch.Tensor:
+            return torch.ops.kvpass.attend(*given, name, latent=True)[0]
+
+        def floats(q=q, past=past) -> torch.Tensor:
+            k = torch.cat(past, -1)
+            return (q.squeeze(2) @ k.squeeze(1).mT).softmax(-1) @ past[0].squeeze(1)
+
+        row: dict = dict(scheme=scheme, length=length, batch=batch)
+        try:
+            row["good"] = _close(dtype, packed(lowering), packed("reference"))
+        except Exception as error:
+            row |= dict(good=False, error=f"{type(error).__name__}: {error}"[:500])
+        runs = {"kernel": partial(packed, lowering), "dequantized": partial(packed, "auto"), "floats": floats}
+        yield row | {name: _tried(seconds, [run]) for name, run in runs.items()}
+
+
 def _tried(seconds: Callable, calls: list[Callable]) -> float | str:
     """The ``seconds`` of ``calls``, or the reason why there are none."""
     try:
@@ -270,7 +312,8 @@ def in_vllm(
 
 
 STAGES: dict[str, Callable[..., Iterator[dict]]] = {
-    "correct": correct, "generates": generates, "replays": replays, "tune": tune, "attend": attend, "step": step,
+    "correct": correct, "generates": generates, "replays": replays, "tune": tune, "attend": attend, "latent": latent,
+    "step": step,
     "due": due, "throughput": throughput, "quantize": quantize, "capacity": capacity, "vllm": in_vllm,
 }  # fmt: skip
 

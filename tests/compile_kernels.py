@@ -28,7 +28,7 @@ from kvpass.codec.second_level import SecondLevel
 from kvpass.codec.tensors import Pack, of_model
 from kvpass.lowering.call_types import AppendLayersCall, AttendCall
 from kvpass.lowering.table import DispatchKey, select
-from kvpass.lowering.triton import append, configs, launch, quantize, quantize_shares
+from kvpass.lowering.triton import append, configs, latent, launch, quantize, quantize_shares
 from kvpass.paged import attend_triton, paged_attention, store_triton
 from kvpass.paged.batch import Batch, BlockTable, Tiles
 from kvpass.paged.block_layout import BlockLayout
@@ -146,6 +146,25 @@ def attend_fields(
     launch.attend(AttendCall(q, *past, 512, new, new, mask, causal, 0.1, softcap, plan.key, plan.value))
 
 
+def attend_latent(
+    bits=4, per="channel", ranks=(512, 64), heads=128, queries=1, mask=False, dtype="bfloat16", padded=False
+) -> None:
+    """Attend over a latent of 512 tokens and its rotary part, of ``ranks`` channels."""
+    specs = coded(bits, per, 32, 32), coded(bits, "token", 32, 32, residual=32)
+    dtype = getattr(torch, dtype)
+    states = [KVState.allocate(spec, 1, 1, dim, dtype, "cpu", 640) for spec, dim in zip(specs, ranks, strict=True)]
+    past = [Pack.of(state.pack, state.spec) for state in states]
+    q, *new = (
+        torch.zeros(1, n, queries, dim, dtype=dtype) for n, dim in ((heads, sum(ranks)), *((1, r) for r in ranks))
+    )
+    mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
+    call = AttendCall(
+        q, *past, 512, *new, mask, queries > 1 and mask is None, 0.1, 0.0, *specs, latent=True,
+        starts=torch.zeros(1, dtype=torch.int64) if padded else None,
+    )  # fmt: skip
+    latent.attend(call)
+
+
 def blocks_layer(scheme, dim, groups, dtype, **fields):
     """A layer of 16 blocks of 128 tokens, and a batch of two requests that bring a token each."""
     dtype = getattr(torch, dtype)
@@ -231,6 +250,7 @@ def chosen_on_cuda() -> dict[str, str]:
 RUN = {
     "attend": attend,
     "fields": attend_fields,
+    "latent": attend_latent,
     "blocks": attend_blocks,
     "store": store_blocks,
     "quantize": quantize_pages,

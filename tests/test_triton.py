@@ -596,6 +596,7 @@ def test_tuned_configurations_are_stored_and_used(tables, monkeypatch):
 TOY = {
     "tune": dict(schemes=("kivi",), length=96, batches=(1,), shape=(4, 2, 64), lowering="reference", most=3),
     "attend": dict(schemes=("kivi", "kivi-pre"), lengths=(128,), batches=(2,), shape=(4, 2, 64), lowering="reference"),
+    "latent": dict(schemes=("kivi",), lengths=(96,), batches=(2,), shape=(4, 64, 32), lowering="reference"),
     "quantize": dict(schemes=("kivi",), lengths=(64,), shape=(4, 2, 64), lowering="reference", rounds=1),
     "capacity": {},
     "generates": dict(schemes=("kivi",), prompt=40, new=12, shape=(1, 128, 4, 2), lowering="auto"),

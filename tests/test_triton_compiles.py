@@ -25,6 +25,7 @@ KERNELS = {
         "merge_fields",
         "fields_to_channels",
     },
+    "latent": {"attend_latent", "merge_splits"},
     "quantize, calibrated": {"share_rows", "quantize_shares"},
     "blocks": {"attend_blocks", "merge_splits"},
     "store": {"write_exact", "quantize_due"},
@@ -81,6 +82,9 @@ CASES = {
     "calibrated, small heads": dict(
         op="fields", scheme="waterfill-static", ropes=["half-32"], dim=64, heads=9, groups=3, dtype="float16"
     ),
+    "a latent": dict(op="latent"),
+    "a latent of 2 bits, a draft, mask": dict(op="latent", bits=2, queries=4, mask=True),
+    "a latent, per token, float16, padded": dict(op="latent", per="token", dtype="float16", padded=True),
     "quantize, calibrated": dict(op="quantize, calibrated"),
     "quantize, calibrated, tokens alike": dict(op="quantize, calibrated", ranked=False, dtype="float16"),
     "kivi in blocks": dict(op="blocks"),

@@ -42,7 +42,7 @@ from .unpacking import (
 
 
 @triton.jit
-def _rescale(peak, total, out, highest):
+def rescaled(peak, total, out, highest):
     """Rescale a running softmax to a peak of at least ``highest``. Also returns the number to subtract from scores."""
     new = tl.maximum(peak, highest)
     base = tl.where(new == -float("inf"), 0.0, new)  # no token was visible yet
@@ -89,7 +89,7 @@ def _over_pages(
                 s = scores(q, k, shift, scale, mask, at, from_start(token_mask[None, :], at, start), Q)
                 logits = logits + (s,)  # noqa: RUF005  (Triton has no unpacking)
                 highest = tl.maximum(highest, s)
-            peak, total, out, base = _rescale(peak, total, out, tl.max(highest, 1))
+            peak, total, out, base = rescaled(peak, total, out, tl.max(highest, 1))
             weights = tl.zeros_like(highest)
             for i in tl.static_range(TOGETHER):
                 if V_EXACT:
@@ -186,7 +186,7 @@ def attend_tile(
             tokens = exact_tokens(first, packed, EXACT, K)
             k = exact_keys(k_ring, k_new, tokens, stored, stop, rope, parts, K)
             s = scores(exact_q, k, None, scale, mask, tokens, seen_by(query, tokens, call, Q), Q)
-            peak, total, out, base = _rescale(peak, total, out, tl.max(s, 1))
+            peak, total, out, base = rescaled(peak, total, out, tl.max(s, 1))
             p = tl.exp2(s - base[:, None])
             v = ring_rows(v_ring, tokens, tokens < stored, v_channel, v_col_mask, V)
             v = with_present(v, v_new, tokens, stored, stop, v_channel, v_col_mask, V)

@@ -89,7 +89,8 @@ def refuses_pages(specs: list[CodecSpec], head_dim: int) -> str | None:
     return None
 
 
-def _layout(spec: CodecSpec, planes: int, head_dim: int, rope: str = "") -> Layout:
+def layout_of(spec: CodecSpec, planes: int, head_dim: int, rope: str = "") -> Layout:
+    """The layout of pages with ``planes`` tokens per row."""
     codes, retention = spec.quantizer, spec.retention
     return Layout(
         codes.bits, codes.dim, codes.per == "channel", codes.group_size, retention.page_size, planes, retention.sinks,
@@ -113,7 +114,7 @@ def case_of(
 def layouts_of(specs: tuple[CodecSpec, CodecSpec], rope: str, head_dim: int) -> tuple[Layout, Layout]:
     """The layouts of pages of keys and of values."""
     planes = max(num_planes(spec.bits) for spec in specs)
-    return _layout(specs[0], planes, head_dim, rope), _layout(specs[1], planes, head_dim)
+    return layout_of(specs[0], planes, head_dim, rope), layout_of(specs[1], planes, head_dim)
 
 
 def points_of(spec: CodecSpec, device: torch.device) -> Tensor | None:
@@ -121,7 +122,7 @@ def points_of(spec: CodecSpec, device: torch.device) -> Tensor | None:
     return grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """Keys or values of a call, as kernels take them.
 
     tensors: codes, scales and zero points of pages, each ``[B, H_kv, pages, ...]``, and the ring.
@@ -132,7 +133,7 @@ class _Side(NamedTuple):
     boosted: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, pack: Pack, n: int, spec: CodecSpec) -> "_Side":
+    def of(cls, pack: Pack, n: int, spec: CodecSpec) -> "Side":
         pools = [whole(pool, spec.retention.pages(n)) for pool in pack.pools]
         return cls((*pools[:3], pack.ring), tuple(pools[3:]))
 
@@ -165,7 +166,7 @@ class _Launch:
         if isinstance(self.specs[0].codec, Boosted):  # rows of a tile must be of one page
             of_page = self.specs[0].page_size // case.planes
             self.config = replace(self.config, rows=min(self.config.rows, of_page))
-        self.key, self.value = (_Side.of(pack, call.n, spec) for pack, spec in zip(call[1:3], self.specs, strict=True))
+        self.key, self.value = (Side.of(pack, call.n, spec) for pack, spec in zip(call[1:3], self.specs, strict=True))
         self.boosted = self.key.boosted or (None, None)
         self.layouts, self.rules = layouts_of(self.specs, rope, self.head_dim), self._rules()
         self.planes = self.layouts[0].planes
@@ -263,7 +264,7 @@ def _count(lse: Tensor, mask: Tensor | None, statistic: str) -> None:
     lse[..., : max(0, queries - (last or queries))] = torch.inf
 
 
-def _returned(lse: Tensor) -> Tensor:
+def returned_lse(lse: Tensor) -> Tensor:
     """The log-sum-exp of `merge_splits` as ``kvpass::attend`` returns it: -inf for a query that sees no token, and the
     lowest finite number for one whose tokens all have that as their bias."""
     lowest = lse < -2e38  # kernels do not convert such scores to units of log2
@@ -284,7 +285,7 @@ def attend(call: AttendCall[Pack]) -> list[Tensor]:
         return [launch.attend(None)]
     lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     found = [launch.attend(lse)]
-    returned = _returned(lse) if call.with_lse else None
+    returned = returned_lse(lse) if call.with_lse else None
     if call.statistic:
         _count(lse, call.mask, call.statistic)
         found.append(launch.attention_mass(lse))

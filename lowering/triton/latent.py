@@ -1,0 +1,92 @@
+"""Launches attention over a packed latent (MLA), and decides which calls it supports.
+
+"auto" does not choose it: no GPU has run it.
+"""
+
+import torch
+from torch import Tensor
+
+from kvpass.codec.bitpack import num_planes
+from kvpass.codec.spec import parse
+from kvpass.codec.tensors import Pack
+from kvpass.errors import KVPassError
+from kvpass.layout.window import on_device
+
+from ..call_types import AttendCall
+from ..reference import with_past
+from ..table import FEW, LATENT, DispatchKey, implements
+from .attend import merge_splits
+from .attend_latent import attend_latent
+from .configs import INTERPRETED, WIDTHS, AttendConfig, cdiv, power_of_two, refuses_device, splits_of
+from .kernel_arguments import MAX_VALUES, MERGED_AT_ONCE, OPERANDS, mask_and_strides, operand_dtype
+from .launch import Side, layout_of, returned_lse
+from .scores import Rules
+
+_WIDEST = 640  # channels of a latent and its rotary part
+_CONFIG = AttendConfig(queries=16, rows=16, together=1, exact=16, warps=8)
+
+
+def _refuses(dispatch: DispatchKey) -> str | None:
+    if reason := refuses_device(dispatch):
+        return reason
+    if not dispatch.specs:
+        return "the past is already dequantized."
+    if LATENT not in dispatch.extras:
+        return "it attends to a latent."
+    if "attention mass" in dispatch.extras:
+        return "it does not return attention mass."
+    if not dispatch.queries:
+        return f"it supports 1 to {FEW} query tokens."
+    if dispatch.dtype is None:
+        return "the dtypes of queries and cache differ."
+    if dispatch.dtype == torch.float32 and not INTERPRETED:
+        return "a tile of a float32 latent does not fit into registers."
+    if dispatch.head_dim > _WIDEST:
+        return f"a latent and its rotary part must have at most {_WIDEST} channels, not {dispatch.head_dim}."
+    latent, rotary = (parse(text).retention for text in dispatch.specs)
+    if (latent.page_size, latent.sinks) != (rotary.page_size, rotary.sinks) or not power_of_two(latent.page_size):
+        return "the latent and its rotary part must share sinks and a page_size that is a power of two."
+    if rotary.window < latent.window:
+        return "the rotary part must not leave the residual window before its latent."
+    return None
+
+
+_READ = WIDTHS | {"per=channel", "per=token"}
+
+
+@implements("attend", "triton-latent", has=(_READ, _READ), refuses=_refuses, by_name_only=True, lowering="triton")
+def attend(call: AttendCall[Pack]) -> list[Tensor]:
+    call = with_past(call)
+    q, n, (batch, heads, queries, channels), groups = call.q.contiguous(), call.n, call.q.shape, call.k_new.shape[1]
+    if (n + queries) * channels >= MAX_VALUES:
+        raise KVPassError(
+            f"The Triton kernels support up to {MAX_VALUES // channels - 1} tokens of {channels} channels, not "
+            f"{n + queries}: use kvpass.apply(..., lowering='reference')."
+        )
+    rows, new = heads // groups * queries, [x.contiguous() for x in (call.k_new, call.v_new)]
+    sides = [Side.of(pack, n, spec).tensors for pack, spec in zip((call.key, call.value), call.specs, strict=True)]
+    planes = max(num_planes(spec.bits) for spec in call.specs)
+    L, R = (layout_of(spec, planes, x.shape[3]) for spec, x in zip(call.specs, new, strict=True))
+    mask, of_mask = mask_and_strides(call.mask)
+    rules = Rules(
+        heads, groups, call.causal and queries > 1, call.softcap, mask is not None and mask.dtype == torch.uint8,
+        _CONFIG.queries, OPERANDS[operand_dtype(q.dtype)],
+    )  # fmt: skip
+    tiles = cdiv(rows, _CONFIG.queries)
+    packed = call.v_spec.retention.packed(n) // planes
+    splits = splits_of(packed, _CONFIG, batch * groups * tiles, q.device) + 1
+    partial = q.new_empty((batch * groups, splits, rows, L.dim), dtype=torch.float32)
+    partial_lse, out = partial.new_empty(partial.shape[:3]), q.new_empty((batch, heads, queries, L.dim))
+    lse = partial.new_empty(q.shape[:3]) if call.with_lse else None
+    strides = [tensor.stride(1) for side in sides for tensor in side[:2]]
+    with torch.cuda.device_of(q):
+        attend_latent[batch * groups, splits, tiles](
+            q, *sides[0], *sides[1], *new, mask, call.starts, partial, partial_lse, on_device(call.length, n, q.device),
+            queries, call.scale, *strides, *of_mask, rules, L, R, _CONFIG.rows, _CONFIG.exact, _CONFIG.stages,
+            num_warps=_CONFIG.warps, enable_fp_fusion=True,
+        )  # fmt: skip
+        merge_splits[batch * heads * queries,](
+            partial, partial_lse, call.sinks, out, lse, rows, splits, queries, heads, L.dim, MERGED_AT_ONCE,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    return [out] if lse is None else [out, returned_lse(lse)]
