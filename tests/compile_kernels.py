@@ -28,7 +28,7 @@ from kvpass.codec.second_level import SecondLevel
 from kvpass.codec.tensors import Pack, of_model
 from kvpass.lowering.call_types import AppendLayersCall, AttendCall
 from kvpass.lowering.table import DispatchKey, select
-from kvpass.lowering.triton import append, configs, latent, launch, quantize, quantize_shares
+from kvpass.lowering.triton import append, configs, launch, launch_latent, quantize, quantize_shares
 from kvpass.paged import attend_triton, paged_attention, store_triton
 from kvpass.paged.batch import Batch, BlockTable, Tiles
 from kvpass.paged.block_layout import BlockLayout
@@ -162,7 +162,7 @@ def attend_latent(
         q, *past, 512, *new, mask, queries > 1 and mask is None, 0.1, 0.0, *specs, latent=True,
         starts=torch.zeros(1, dtype=torch.int64) if padded else None,
     )  # fmt: skip
-    latent.attend(call)
+    launch_latent.attend(call)
 
 
 def blocks_layer(scheme, dim, groups, dtype, **fields):
