@@ -66,18 +66,26 @@ def divided(cost: Tensor, pairs: Tensor, singles: Tensor) -> Tensor:
         width = odd.unsqueeze(-2) + 2 * levels.unsqueeze(-1)
         return (cost.unsqueeze(-2) * (distortion[width] - distortion[width + 2])).flatten(-2)
 
-    of_even = saves(torch.zeros_like(cost, dtype=torch.long)).sort(-1, descending=True).values
+    of_even = _largest(saves(torch.zeros_like(cost, dtype=torch.long)), pairs)
     steps = torch.linspace(-3, 3, 25, dtype=cost.dtype, device=cost.device).view(-1, *cost.dim() * [1])
     prices = of_even.gather(-1, (pairs - 1).clamp_min(0)) * torch.exp2(steps)
     of_pairs = torch.arange(len(DISTORTION), device=cost.device) // 2
     total = cost.unsqueeze(-1) * distortion + prices.unsqueeze(-1) * of_pairs
     odd = (_places(total[..., 0:-1:2].amin(-1) - total[..., 1::2].amin(-1)) < singles).long()
-    saved = saves(odd).sort(-1, descending=True).values.cumsum(-1)
+    saved = _largest(saves(odd), pairs).cumsum(-1)
     saved = torch.where(pairs > 0, saved.gather(-1, (pairs - 1).clamp_min(0).expand(*odd.shape[:-1], 1)), 0)
     best = ((cost * distortion[odd]).sum(-1, keepdim=True) - saved).argmin(0, keepdim=True)
     odd = odd.gather(0, best.expand(1, *odd.shape[1:])).squeeze(0)
     found: Tensor = odd + 2 * (_places(saves(odd)) < pairs).unflatten(-1, (PAIRS, size)).sum(-2)
     return found
+
+
+def _largest(x: Tensor, counts: Tensor) -> Tensor:
+    """At least as many of the largest entries of each row of ``x`` ``[..., N]`` as any of ``counts``, in descending
+    order."""
+    if x.device.type != "cpu":  # other devices would have to wait for the counts
+        return x.sort(-1, descending=True).values
+    return x.topk(max(1, int(counts.max())), -1).values
 
 
 def _places(x: Tensor) -> Tensor:
