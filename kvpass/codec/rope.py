@@ -44,7 +44,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: str) -> Tensor:
     cos, sin = (table[:, None, : x.shape[2], : first.shape[-1]].float() for table in (cos, sin))
     out = torch.empty(x.shape, device=x.device)
     to_first, to_second, to_rest = split_pairs(out, rope)  # written in place: new memory takes longer than products
-    torch.mul(first, cos, out=to_first).sub_(second * sin)
-    torch.mul(second, cos, out=to_second).add_(first * sin)
+    to_first.copy_(first).mul_(cos).sub_(second * sin)
+    to_second.copy_(second).mul_(cos).add_(first * sin)
     to_rest.copy_(rest)
     return out.to(x.dtype)

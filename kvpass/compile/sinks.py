@@ -27,7 +27,7 @@ def concatenated(node: Node) -> tuple[Node, Node | None]:
     scores, sinks = operands(whole)
     while sinks.target in (aten.expand.default, *CASTS):
         sinks = operand(sinks)
-    if len(shape(sinks)) != 4 or shape(sinks)[3] != 1 or whole.args[1] not in (3, -1):
+    if len(shape(sinks)) != 4 or shape(sinks)[1::2] != (shape(scores)[1], 1) or whole.args[1] not in (3, -1):
         raise NotUnderstood("something other than one logit per head or query is concatenated after the scores")
     return scores, sinks
 
