@@ -83,20 +83,12 @@ def concentration(q: Tensor, k: Tensor, mask: Tensor | None, retention: Retentio
         as in `AppendCall`.
     """
     (batch, _, asking, head_dim), (_, heads, tokens, _) = q.shape, k.shape
-    at = torch.arange(tokens, device=q.device)
-    if mask is None:
-        valid = torch.ones(batch, asking, dtype=torch.bool, device=q.device)
-    else:
-        valid, mask = not_padding(mask, batch, asking), mask[..., -tokens:].expand(batch, -1, -1, -1)
-    index = sampled(valid, _SAMPLES)[:, None, :, None]
-    if mask is None:
-        bias = at <= tokens - asking + index
-    else:
-        bias = mask.gather(2, index.expand(-1, mask.shape[1], -1, tokens))
-    if bias.dtype == torch.bool:
-        bias = torch.zeros(bias.shape, device=q.device).masked_fill(~bias, -torch.inf)
+    every = torch.ones(batch, asking, dtype=torch.bool, device=q.device)
+    index = sampled(every if mask is None else not_padding(mask, batch, asking), _SAMPLES)[:, None, :, None]
+    bias = _bias_of(index, mask, tokens - asking, tokens)
     bias = bias.unflatten(1, (heads, -1)) if len(bias[0]) > 1 else bias.unsqueeze(1).expand(-1, heads, -1, -1, -1)
     q = q.gather(2, index.expand(-1, q.shape[1], -1, head_dim)).unflatten(1, (heads, -1))
+    at = torch.arange(tokens, device=q.device)
     packed = (at >= retention.sinks) & (at < tokens - asking + index - retention.residual)
     found = []
     for of_head, keys, own in zip(q.unbind(1), k.split(1, 1), bias.unbind(1), strict=True):
@@ -104,6 +96,19 @@ def concentration(q: Tensor, k: Tensor, mask: Tensor | None, retention: Retentio
         found.append((scores.softmax(-1).nan_to_num() * packed).square().sum(-1).mean((1, 2)))
     energy = q.float().square().mean((2, 3, 4))
     return torch.stack([torch.stack(found, 1), energy], -1).unsqueeze(2)
+
+
+def _bias_of(index: Tensor, mask: Tensor | None, before: int, tokens: int) -> Tensor:
+    """What is added to the scores of some queries: ``[B, H_q or 1, Q, T]`` for queries ``index`` ``[B, 1, Q, 1]`` of a
+    call after ``before`` tokens, and for ``tokens`` keys."""
+    if mask is None:
+        seen = torch.arange(tokens, device=index.device) <= before + index
+    else:
+        mask = mask[..., -tokens:].expand(len(index), -1, -1, -1)
+        seen = mask.gather(2, index.expand(-1, mask.shape[1], -1, tokens))
+    if seen.dtype != torch.bool:
+        return seen
+    return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -torch.inf)
 
 
 def query_energy(q: Tensor, mask: Tensor | None, num_key_value_heads: int) -> Tensor:

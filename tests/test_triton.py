@@ -274,7 +274,7 @@ def test_pairs_of_channels_unpack_to_codes_exactly(bits, per):
     codes, scale, zero = OPS.quantize(randn(0, 1, 1, 3 * 32, 48, dtype=torch.float16), [], str(spec), "reference")
     scale = 2.0 ** torch.randint(-3, 3, scale.shape, generator=rng)
     zero = scale * torch.randint(-9, 9, zero.shape, generator=rng)
-    layout = launch._layout(spec, planes, 48)
+    layout = launch.layout_of(spec, planes, 48)
     for dtype in (torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float16,):
         pool = on_device((codes, scale.to(dtype), zero.to(dtype)))
         out = torch.full((1, 1, 3 * 32, 48), torch.nan, dtype=dtype, device=DEVICE)

@@ -3,11 +3,11 @@
 namespace {
 
 // The coordinate and the weight of each field of a head, in padded arrays.
-struct HeadFields {
+struct FieldTable {
     int coordinate[FIELDS + LANES] = {};
     float weight[FIELDS + LANES] = {};
 
-    HeadFields(const Fields* fields, const float* weights) {
+    FieldTable(const Fields* fields, const float* weights) {
         for_each_field(fields, [&](int field, int of, int kind, float, int) {
             coordinate[field] = of, weight[field] = weights[kind];
         });
@@ -75,7 +75,7 @@ extern "C" void kernel(
         for (int64_t part = 0; part < parts; part++) {
             const int64_t head = i % heads, own = fitted ? i : head;
             const Layout layout = layouts.of(fitted ? i / heads : 0, head);
-            const HeadFields of_head(fields + own * PLACES_OF_HEAD, table + GAINS);
+            const FieldTable of_head(fields + own * PLACES_OF_HEAD, table + GAINS);
             const uint8_t* pool = pages + (SHARED ? i / heads : i) * count * layout.bytes;
             for (int64_t n = part * count / parts; n < (part + 1) * count / parts; n++) {
                 const Page page(pool, layout, n, count);

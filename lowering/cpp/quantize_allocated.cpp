@@ -3,14 +3,14 @@
 namespace {
 
 // The bit widths and the fields of a head: for each rank the coordinate and the shift of pairs, then of single bits.
-struct HeadFields {
+struct FieldsByRank {
     struct Field {
         int coordinate, shift;
     };
     std::vector<Field> pairs[LAST + 1], singles[LAST + 1];
     int widths[LAST + 1][HEAD] = {};
 
-    explicit HeadFields(const Fields* fields) {
+    explicit FieldsByRank(const Fields* fields) {
         for_each_field(fields, [&](int, int coordinate, int kind, float zero, int rank) {
             (zero == PAIR ? pairs : singles)[rank].push_back({coordinate, kind % 8});
             widths[rank][coordinate] = kind / 8;
@@ -97,7 +97,7 @@ extern "C" void kernel(
         for (int64_t part = 0; part < parts; part++) {
             const int64_t b = i / heads, head = i % heads;
             const Layout layout = layouts.of(fitted ? b : 0, head);
-            const HeadFields of_head(fields + (fitted ? i : head) * PLACES_OF_HEAD);
+            const FieldsByRank of_head(fields + (fitted ? i : head) * PLACES_OF_HEAD);
             std::vector<Coordinates> coordinates;
             for (int rank = 0; rank <= LAST; rank++) coordinates.emplace_back(of_head.widths[rank], steps, distortion);
             uint8_t* pool = out + (SHARED ? b : i) * count * layout.bytes;
