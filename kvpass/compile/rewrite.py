@@ -13,6 +13,7 @@ from ..codec.spec import CodecSpec, parse
 from ..errors import KVPassError, NotCapturedError
 from ..layout.window import LENGTH_OFFSET, WINDOW_OFFSET
 from .appends import Append, appends, hoist, placeholder, tensor_of
+from .attention_site import AttentionSite, Source
 from .calls import (
     APPEND_ROTARY,
     ATTEND,
@@ -26,7 +27,6 @@ from .calls import (
     tensors_argument,
 )
 from .combine import over_both, with_sinks
-from .find import AttentionSite, Source
 from .heads import select
 from .masks import beside_padding, mark_padding, structure
 from .nodes import shape, value_of

@@ -21,8 +21,8 @@ from torch.fx import GraphModule, Node
 
 from ..errors import KVPassError
 from .appends import FUNCTIONALIZED
+from .attention_site import AttentionSite
 from .calls import APPEND, APPEND_LAYERS, tensors_argument
-from .find import AttentionSite
 from .nodes import function_of
 from .report import GraphReport, Stage
 

@@ -14,7 +14,7 @@ from kvpass.layout.window import on_device
 
 from ..call_types import AttendCall
 from ..reference import with_past
-from ..table import FEW, LATENT, DispatchKey, implements
+from ..table import FEW, LATENT, DispatchKey, implements, refuses_extras
 from .attend import merge_splits
 from .attend_latent import attend_latent
 from .configs import INTERPRETED, WIDTHS, AttendConfig, cdiv, power_of_two, refuses_device, splits_of
@@ -33,8 +33,8 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return "the past is already dequantized."
     if LATENT not in dispatch.extras:
         return "it attends to a latent."
-    if "attention mass" in dispatch.extras:
-        return "it does not return attention mass."
+    if why := refuses_extras(dispatch, "attention mass", "RoPE"):
+        return why
     if not dispatch.queries:
         return f"it supports 1 to {FEW} query tokens."
     if dispatch.dtype is None:
