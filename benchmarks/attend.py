@@ -87,12 +87,11 @@ def packed_states(plan, k, v, shared=((), ())) -> list[KVState]:
 
     shared: the calibrated tensors of keys and of values.
     """
-    room = *k.shape[:2], k.shape[3], k.dtype, k.device, k.shape[2]
     shared = [[t if t.dtype == torch.int32 else t.to(k.device) for t in tensors] for tensors in shared]  # not shares
     angles = shared[0].pop(0) if plan.key.transform.numbered else None
     key, value = (
-        KVState.allocate(spec, *room, shared=SharedTensors(tensors))
-        for spec, tensors in zip((plan.key, plan.value), shared, strict=True)
+        KVState.allocate(spec, *x.shape[:2], x.shape[3], x.dtype, x.device, x.shape[2], shared=SharedTensors(tensors))
+        for spec, x, tensors in zip((plan.key, plan.value), (k, v), shared, strict=True)
     )
     pairs, rope = k.shape[3] // 2, ""
     if angles is not None:

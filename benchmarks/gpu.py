@@ -46,7 +46,6 @@ from gpu_models import capacity, due, generates, replays, step, throughput
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-from kvpass.cache.state import KVState
 from kvpass.codec.rope import rope_of
 from kvpass.lowering.triton import tuned
 from kvpass.lowering.triton.launch import case_of
@@ -248,15 +247,9 @@ def latent(
     (heads, rank, rotary), dtype = shape, torch.bfloat16
     seconds = replayed if device.type == "cuda" else in_turn
     for scheme, length, batch in itertools.product(schemes, lengths, batches):
-        layer = LayerGeometry(
-            0, 1, 1, rank, dtype, device, num_value_heads=1, value_head_dim=rotary, latent=True
-        )  # fmt: skip
-        plan, sizes = get(scheme).plan_of(layer), (rank, rotary)
-        states = [KVState.allocate(spec, batch, 1, dim, dtype, device, length) for spec, dim in zip(
-            (plan.key, plan.value), sizes, strict=True)]  # fmt: skip
-        past = [torch.randn(batch, 1, length, dim, device=device, dtype=dtype) for dim in sizes]
-        for state, x in zip(states, past, strict=True):
-            state.append(x, 0)
+        layer = LayerGeometry(0, 1, 1, rank, dtype, device, num_value_heads=1, value_head_dim=rotary, latent=True)
+        past = [torch.randn(batch, 1, length, dim, device=device, dtype=dtype) for dim in (rank, rotary)]
+        states = packed_states(get(scheme).plan_of(layer), *past)
         q = torch.randn(batch, heads, 1, rank + rotary, device=device, dtype=dtype) / 4
         given = (
             q, *(state.pack for state in states), states[0].length_tensor(length), *(x[:, :, :1] for x in past), None,
@@ -313,8 +306,7 @@ def in_vllm(
 
 STAGES: dict[str, Callable[..., Iterator[dict]]] = {
     "correct": correct, "generates": generates, "replays": replays, "tune": tune, "attend": attend, "latent": latent,
-    "step": step,
-    "due": due, "throughput": throughput, "quantize": quantize, "capacity": capacity, "vllm": in_vllm,
+    "step": step, "due": due, "throughput": throughput, "quantize": quantize, "capacity": capacity, "vllm": in_vllm,
 }  # fmt: skip
 
 

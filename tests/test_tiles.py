@@ -120,13 +120,19 @@ def test_a_fully_masked_query_gets_zeros(monkeypatch):
     assert (got == 0).all() and (lse == -torch.inf).all()
 
 
-def test_no_more_than_a_tile_is_dequantized_at_a_time_and_hidden_tiles_are_not(monkeypatch):
-    sizes = []
+def counted():
+    """A function that dequantizes pages, and a list that receives how many at each call."""
+    pages = []
 
-    def counting(kept, *rest):
-        sizes.append(kept[0].shape[2])
+    def dequantize(kept, *rest):
+        pages.append(kept[0].shape[2])
         return dequantize_predicted(kept, *rest)
 
+    return dequantize, pages
+
+
+def test_no_more_than_a_tile_is_dequantized_at_a_time_and_hidden_tiles_are_not(monkeypatch):
+    counting, sizes = counted()
     monkeypatch.setattr(tiles, "_VALUES", 2 * 2 * 2 * DIM * 32)
     call = call_of(KIVI, 500, 40)
     tiles.attend_in_tiles(call, counting)
@@ -139,12 +145,7 @@ def test_no_more_than_a_tile_is_dequantized_at_a_time_and_hidden_tiles_are_not(m
 
 
 def test_of_selected_tokens_only_their_pages_are_dequantized_a_tile_at_a_time(monkeypatch):
-    pages = []
-
-    def noting(kept, *rest):
-        pages.append(kept[0].shape[2])
-        return dequantize_predicted(kept, *rest)
-
+    counting, pages = counted()
     monkeypatch.setattr(tiles, "_VALUES", 2 * 2 * 2 * DIM * 32)
     call = call_of(KIVI, 500, 1)
     for hidden in (False, torch.finfo(torch.float32).min):
@@ -153,7 +154,7 @@ def test_of_selected_tokens_only_their_pages_are_dequantized_a_tile_at_a_time(mo
         if hidden:
             mask = torch.zeros(mask.shape).masked_fill(~mask, hidden)
         selecting = call._replace(causal=False, mask=mask)
-        (got,) = tiles.attend_in_tiles(selecting, noting)
+        (got,) = tiles.attend_in_tiles(selecting, counting)
         torch.testing.assert_close(got, reference.attend(selecting)[0], atol=1e-5, rtol=1e-5)
         assert pages == [2, 2, 1, 1]  # of keys and of values
         pages.clear()

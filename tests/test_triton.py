@@ -28,7 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton", minversion="3.7" if DEVICE == "cpu" else None)
 tl = triton.language
 
-from kvpass.lowering.triton import launch, paired_unpacking, tuned, unpacking  # noqa: E402
+from kvpass.lowering.triton import kernel_arguments, launch, paired_unpacking, tuned, unpacking  # noqa: E402
 
 OPS = torch.ops.kvpass
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -278,7 +278,7 @@ def test_pairs_of_channels_unpack_to_codes_exactly(bits, per):
     for dtype in (torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float16,):
         pool = on_device((codes, scale.to(dtype), zero.to(dtype)))
         out = torch.full((1, 1, 3 * 32, 48), torch.nan, dtype=dtype, device=DEVICE)
-        _unpack[1,](*pool, out, 3 * 32 // planes, 16, layout, launch.OPERANDS[dtype])
+        _unpack[1,](*pool, out, 3 * 32 // planes, 16, layout, kernel_arguments.OPERANDS[dtype])
         assert out.equal(dequantize_pages(codes, scale, zero, spec).to(out))
 
 

@@ -5,22 +5,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_triton import DEVICE, few, on_device, random_mask
 
 import kvpass
+from kvpass.errors import KVPassError
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.schemes import KIVIConfig
 
 from common import WIDTHS, coded, randn, seeds, state_of, without_inductor
+from test_triton import DEVICE, TOLERANCE, few, on_device, random_mask
 from zoo import ZOO
 
 pytest.importorskip("triton", minversion="3.7" if DEVICE == "cpu" else None)
 OPS = torch.ops.kvpass
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+DTYPE = torch.float16 if DEVICE == "cuda" else torch.float32  # float32 latents do not fit a GPU's registers
 
 
 def latent_call(
-    specs, n, queries=1, heads=5, ranks=(64, 16), batch=1, mask=None, causal=False, softcap=0.0, dtype=torch.float32
+    specs, n, queries=1, heads=5, ranks=(64, 16), batch=1, mask=None, causal=False, softcap=0.0, dtype=DTYPE
 ):
     """Arguments of `kvpass::attend` over a latent of ``n`` tokens and its rotary part, of ``ranks`` channels."""
     past = [randn(i, batch, 1, n, dim, dtype=dtype) for i, dim in enumerate(ranks)]
@@ -81,7 +82,7 @@ def test_any_call_equals_the_reference(bits, of_rotary, n, queries, heads, kind,
     ],
 )
 def test_what_the_kernel_does_not_read_is_refused(specs, says):
-    with pytest.raises(Exception, match=says):
+    with pytest.raises(KVPassError, match=says):
         OPS.attend(*latent_call(specs, 100), "triton-latent", latent=True)
 
 

@@ -19,10 +19,11 @@ from .find import find
 from .lower import lower
 from .normalise import normalise
 from .own_cache import presents
+from .reads import count
 from .recorded_calls import Counted, Noted
 from .repeats import Repeats, find_repeats
 from .report import ADVICE, GraphReport, listed
-from .rewrite import count, rewrite, unfused
+from .rewrite import rewrite, unfused
 from .stamp import Stamp
 from .subclasses import Unwrapped, flatten, has_subclass, unwrapped
 from .trace import Trace, trace_folder

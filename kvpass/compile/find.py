@@ -120,8 +120,7 @@ def _source(node: Node, presents: dict[Node, Present]) -> Source:
 
 def _unpacked(node: Node) -> Source:
     """The source of keys or values of the call itself, before heads are repeated. Raises `NotUnderstood`."""
-    while (behind := _behind(node)) is not None:
-        node = behind
+    node = _base(node)
     if len(shape(node)) != 4:
         raise NotUnderstood(f"keys or values of shape {shape(node)} instead of [B, H, T, D]")
     return Source(None, node)
@@ -129,8 +128,7 @@ def _unpacked(node: Node) -> Source:
 
 def _peeled(node: Node) -> Source:
     """The cache that keys or values ``[B, H, T, D]`` are read from. Raises `NotUnderstood`."""
-    while (behind := _behind(node)) is not None:
-        node = behind
+    node = _base(node)
     if node.op != "call_function":
         raise NotUnderstood(f"keys or values come from {node.op} {node.name}, not from a packed cache")
     if node.target is DEQUANTIZE:
@@ -148,6 +146,13 @@ def _peeled(node: Node) -> Source:
     if node.target is aten.reshape.default:
         raise NotUnderstood("keys or values are reshaped by something other than head repetition")
     raise NotUnderstood(f"{node.target} stands between the cache and the attention")
+
+
+def _base(node: Node) -> Node:
+    """Keys or values as far back as `_behind` goes."""
+    while (behind := _behind(node)) is not None:
+        node = behind
+    return node
 
 
 def _behind(node: Node) -> Node | None:
@@ -198,8 +203,7 @@ def _sides(
 
 def _caches(node: Node) -> list[Node]:
     """The keys, or the values, of the two caches that ``node`` concatenates; empty if it does not."""
-    while (behind := _behind(node)) is not None:
-        node = behind
+    node = _base(node)
     if node.target is not aten.cat.default or len(operands(node)) != 2 or node.args[1] not in (2, -2):
         return []
     return operands(node) if operands(node)[0].target is aten.cat.default else []

@@ -2,9 +2,9 @@
 ``kvpass::attend``."""
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..codec.spec import CodecSpec, parse
 from ..errors import KVPassError, NotCapturedError
 from ..layout.window import LENGTH_OFFSET, WINDOW_OFFSET
-from .appends import Append, appends, hoist, placeholder, tensor_of
+from .appends import Append, appends, hoist, placeholder
 from .attention_site import AttentionSite, Source
 from .calls import (
     APPEND_ROTARY,
@@ -377,47 +377,3 @@ def unfused(graph: Graph, attentions: list[AttentionSite], refused: list[str]) -
     layers = [i for i, append in enumerate(keys) if append.ring not in fused]
     reasons = refused if len(refused) == len(layers) else [listed(refused)] * len(layers)
     return dict(zip(layers, reasons, strict=True))
-
-
-class Reads(TypedDict):
-    """How often a graph reads caches in each way: fields of `GraphReport`."""
-
-    fused: int
-    reconstructed: int
-    decoded: int
-    rotated: int
-
-
-def count(gm: GraphModule, times: Callable[[Node], int]) -> Reads:
-    """How a rewritten graph reads its caches; each of its nodes counts ``times`` times."""
-
-    def total(nodes: Iterable[Node]) -> int:
-        return sum(map(times, nodes))
-
-    nodes = list(gm.graph.nodes)
-    attends = [node for node in nodes if node.target is ATTEND]
-    layers = {_keys_read(node): node for node in attends}.values()  # several may read one
-    dense = [node for node in attends if len(tensors_argument(node, "key")) == 1]
-    read = {_dequantized(tensors_argument(node, name)[0]) for node in dense for name in ("key", "value")}
-    decodes = [node for node in nodes if node.target is DEQUANTIZE]
-    turning = [*attends, *(node for node in nodes if node.target is ROTATE)]
-    rotated = total(node for node in turning if argument(node, "rope") != "")
-    return Reads(
-        fused=total(layers),
-        reconstructed=total(node for node in layers if node in dense),
-        decoded=total(node for node in decodes if node not in read),
-        rotated=rotated,
-    )
-
-
-def _keys_read(attend: Node) -> Node:
-    """A tensor that tells apart the keys that calls of attention read: the ring, because layers may share pages."""
-    keys = tensors_argument(attend, "key")
-    return keys[0] if len(keys) == 1 else tensor_of(keys, parse(argument(attend, "k_spec")), "ring")
-
-
-def _dequantized(node: Node) -> Node:
-    """The call that dequantizes the past ``node``, before heads are selected."""
-    while node.target is not DEQUANTIZE:
-        node = node.all_input_nodes[0]
-    return node

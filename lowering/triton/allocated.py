@@ -16,18 +16,17 @@ from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.tensors import Pack
 from kvpass.codec.transform_coding import FIELD_BITS, steps_of, weights
-from kvpass.errors import KVPassError
 from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device
 
 from ..call_types import AttendCall
 from .attend_fields import attend_fields, fields_to_channels, merge_fields
 from .configs import AttendConfig, cdiv, splits_of
-from .kernel_arguments import MAX_VALUES, MERGED_AT_ONCE, OPERANDS, mask_and_strides, operand_dtype
+from .kernel_arguments import MERGED_AT_ONCE, OPERANDS, check_values, mask_and_strides, operand_dtype, rules_of
 from .page_queries import field_rows, mean_rows, page_queries
 from .read_fields import LEAST, Fields, Number, Piece
 from .read_shares import LINES, share_rows
-from .scores import LOG2E, Rules
+from .scores import LOG2E
 from .unpacking import Layout
 
 FEATURES = {"codec=allocated", "codec=by_head", "codec=shares"}
@@ -265,11 +264,7 @@ def attend_allocated(call: AttendCall[Pack]) -> list[Tensor]:
     q, k_new, (batch, heads, queries, head_dim), groups = q.contiguous(), k_new.contiguous(), q.shape, k_new.shape[1]
     rows, length = heads // groups * queries, on_device(call.length, n, q.device)
     widest = max(head_dim * (2 * groups if isinstance(k_spec.codec, LayerPages) else 1), 2 * rows)
-    if (n + queries) * widest >= MAX_VALUES:
-        raise KVPassError(
-            f"The Triton kernels support up to {MAX_VALUES // widest - 1} tokens of {head_dim} channels here, not "
-            f"{n + queries}: use kvpass.apply(..., lowering='reference')."
-        )
+    check_values(n + queries, widest, f"{head_dim} channels here")
     dtype = operand_dtype(q.dtype)
     with torch.cuda.device_of(q):
         keys, values = _Fitted.of(key, n, k_spec, dtype), _Fitted.of(value, n, v_spec, torch.float32)
@@ -284,10 +279,7 @@ def attend_allocated(call: AttendCall[Pack]) -> list[Tensor]:
         summed = q.new_empty((batch * groups, splits, rows, V.width), dtype=torch.float32)
         exact = q.new_empty((batch * groups, rows, head_dim), dtype=torch.float32)
         lse = exact.new_empty((batch * groups, splits + 1, rows))
-        rules = Rules(
-            heads, groups, call.causal and queries > 1, call.softcap, mask is not None and mask.dtype == torch.uint8,
-            config.queries, OPERANDS[dtype],
-        )  # fmt: skip
+        rules = rules_of(call, mask, config.queries)
         attend_fields[batch * groups, splits + 1, tiles](
             q, keys.pages, keys.places, key.ring, values.pages, values.places, values.middles, value.ring, k_new,
             v_new.contiguous(), *projected, mask, summed, exact, lse, length, queries, call.scale, keys.size,

@@ -37,8 +37,7 @@ from .configs import (
     refuses_device,
     splits_of,
 )
-from .kernel_arguments import MAX_VALUES, MERGED_AT_ONCE, OPERANDS, mask_and_strides, operand_dtype
-from .scores import Rules
+from .kernel_arguments import MERGED_AT_ONCE, check_values, mask_and_strides, rules_of
 from .tuned import Case, configured
 from .unpacking import Layout
 
@@ -154,11 +153,7 @@ class _Launch:
         self.batch, self.heads, self.queries, self.head_dim = self.q.shape
         self.groups = self.k_new.shape[1]
         self.rows = self.heads // self.groups * self.queries
-        if (call.n + self.queries) * self.head_dim >= MAX_VALUES:
-            raise KVPassError(
-                f"The Triton kernels support up to {MAX_VALUES // self.head_dim - 1} tokens of {self.head_dim} "
-                f"channels, not {call.n + self.queries}: use kvpass.apply(..., lowering='reference')."
-            )
+        check_values(call.n + self.queries, self.head_dim, f"{self.head_dim} channels")
         self.mask, self.mask_strides = mask_and_strides(mask)
         masked = mask is not None or call.starts is not None
         case = case_of(self.specs, rope, self.head_dim, self.rows, self.q.dtype, masked)
@@ -168,16 +163,11 @@ class _Launch:
             self.config = replace(self.config, rows=min(self.config.rows, of_page))
         self.key, self.value = (Side.of(pack, call.n, spec) for pack, spec in zip(call[1:3], self.specs, strict=True))
         self.boosted = self.key.boosted or (None, None)
-        self.layouts, self.rules = layouts_of(self.specs, rope, self.head_dim), self._rules()
+        self.layouts = layouts_of(self.specs, rope, self.head_dim)
+        self.rules = rules_of(call, self.mask, self.config.queries)
         self.planes = self.layouts[0].planes
         # rows of packed pages of keys and of values (see `unpacking`)
         self.packed_rows = tuple(spec.retention.packed(call.n) // self.planes for spec in self.specs)
-
-    def _rules(self) -> Rules:
-        operand = OPERANDS[operand_dtype(self.q.dtype)]
-        bool_mask = self.mask is not None and self.mask.dtype == torch.uint8
-        causal = self.call.causal and self.queries > 1
-        return Rules(self.heads, self.groups, causal, self.call.softcap, bool_mask, self.config.queries, operand)
 
     @cached_property
     def packed_queries(self) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor
 from kvpass.codec.bitpack import num_planes
 from kvpass.codec.spec import parse
 from kvpass.codec.tensors import Pack
-from kvpass.errors import KVPassError
 from kvpass.layout.window import on_device
 
 from ..call_types import AttendCall
@@ -18,9 +17,8 @@ from ..table import FEW, LATENT, DispatchKey, implements, refuses_extras
 from .attend import merge_splits
 from .attend_latent import attend_latent
 from .configs import INTERPRETED, WIDTHS, AttendConfig, cdiv, power_of_two, refuses_device, splits_of
-from .kernel_arguments import MAX_VALUES, MERGED_AT_ONCE, OPERANDS, mask_and_strides, operand_dtype
+from .kernel_arguments import MERGED_AT_ONCE, check_values, mask_and_strides, rules_of
 from .launch import Side, layout_of, returned_lse
-from .scores import Rules
 
 _WIDEST = 640  # channels of a latent and its rotary part
 _CONFIG = AttendConfig(queries=16, rows=16, together=1, exact=16, warps=8)
@@ -58,20 +56,13 @@ _READ = WIDTHS | {"per=channel", "per=token"}
 def attend(call: AttendCall[Pack]) -> list[Tensor]:
     call = with_past(call)
     q, n, (batch, heads, queries, channels), groups = call.q.contiguous(), call.n, call.q.shape, call.k_new.shape[1]
-    if (n + queries) * channels >= MAX_VALUES:
-        raise KVPassError(
-            f"The Triton kernels support up to {MAX_VALUES // channels - 1} tokens of {channels} channels, not "
-            f"{n + queries}: use kvpass.apply(..., lowering='reference')."
-        )
+    check_values(n + queries, channels, f"{channels} channels")
     rows, new = heads // groups * queries, [x.contiguous() for x in (call.k_new, call.v_new)]
     sides = [Side.of(pack, n, spec).tensors for pack, spec in zip((call.key, call.value), call.specs, strict=True)]
     planes = max(num_planes(spec.bits) for spec in call.specs)
     L, R = (layout_of(spec, planes, x.shape[3]) for spec, x in zip(call.specs, new, strict=True))
     mask, of_mask = mask_and_strides(call.mask)
-    rules = Rules(
-        heads, groups, call.causal and queries > 1, call.softcap, mask is not None and mask.dtype == torch.uint8,
-        _CONFIG.queries, OPERANDS[operand_dtype(q.dtype)],
-    )  # fmt: skip
+    rules = rules_of(call, mask, _CONFIG.queries)
     tiles = cdiv(rows, _CONFIG.queries)
     packed = call.v_spec.retention.packed(n) // planes
     splits = splits_of(packed, _CONFIG, batch * groups * tiles, q.device) + 1
