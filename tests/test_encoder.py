@@ -87,7 +87,7 @@ def test_misuse_of_the_caches_is_refused_with_what_to_do():
         model(input_ids=tokens(1, 4), decoder_input_ids=tokens(1, 2), past_key_values=DynamicCache())
     cache = generate(model, 40)[2]
     layer = cache.cross_attention_cache.layers[0]
-    with pytest.raises(KVPassError, match="written once"):
+    with pytest.raises(KVPassError, match="by a forward of the model"):
         layer.update(layer.keys.dequantize(), layer.values.dequantize())
     half_used = EncoderDecoderCache(DynamicCache(config=model.config), cache.cross_attention_cache)
     with pytest.raises(KVPassError, match="Layer 0 of the cache is CrossLayer"):

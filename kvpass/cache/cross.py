@@ -1,5 +1,5 @@
-"""Cross-attention layers of an encoder-decoder: keys and values are written once, from the encoder, and read at every
-step."""
+"""Cross-attention layers: keys and values are written from an encoder's output, once or once for each image, and read
+at every step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,78 +14,98 @@ from ..schemes import LayerGeometry, LayerPlan
 from .cache_state import CacheState
 from .context import ForwardContext
 from .layer import PackedLayer
-from .refusals import stored
+from .refusals import TWICE, refuse_encoded, removed_tokens, stored
 from .state import KVState
+from .tensor import PackedKV
 
 
 class CrossLayer(PackedLayer):
-    """A packed cross-attention layer. It is written once, during the first forward. From then on attention reads its
-    ``keys`` and ``values``. During a forward these are calls of ``kvpass::dequantize``, which the pass fuses with
-    attention."""
+    """A packed cross-attention layer. The first forward writes it; a later one may add to it, such as an image in a
+    later turn of a chat. In other forwards attention reads its ``keys`` and ``values``. In a graph these are calls of
+    ``kvpass::dequantize``, which the pass fuses with attention."""
 
     is_cross = True
 
     def __init__(self, plan: LayerPlan, geometry: LayerGeometry, cache: CacheState):
         super().__init__(plan, geometry, cache)
-        self.written = False
+        self.written = 0
 
     @property
     def tokens(self) -> int:
         """Number of encoder tokens that are stored; 0 before this layer is written."""
-        return self.cache.tokens if self.written else 0
+        return self.written
 
     @stored
     def is_initialized(self) -> bool:
         """Whether the layer is written."""
-        return self.written
+        return self.written > 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_dynamo_compiling():
+            refuse_encoded()
         cache = self.cache
-        if cache.context is None or self.written:
+        if cache.context is None:
             raise KVPassError(
-                "A packed cross-attention cache is written once, by the first forward. For other encoder inputs pass "
-                "a fresh cache, or call cache.reset() first."
+                "A packed cross-attention layer is written by a forward of the model that kvpass was applied to. Call "
+                "model(...) or model.generate(...), with a fresh cache for other encoder inputs."
             )
-        batch, _, tokens, _ = key_states.shape
-        if any(layer.is_initialized for layer in cache.layers) and (cache.batch, cache.tokens) != (batch, tokens):
+        before, (batch, _, new, _) = length_of(cache.context.length), key_states.shape
+        total = before + new
+        if self.written != before:
+            raise KVPassError(TWICE)
+        started = cache.tokens > before
+        if (started and cache.tokens != total) or ((started or before) and cache.batch != batch):
             raise KVPassError(
-                f"The model stores {tokens} tokens of its encoder in one cross-attention layer and {cache.tokens} in "
-                "others. All layers of a packed cache have the same length and batch size. Call kvpass.remove(model); "
-                "this model is not supported."
+                f"The model stores {new} tokens of its encoder in {batch} rows of one cross-attention layer, and "
+                f"{cache.tokens - before} in {cache.batch} rows of others or earlier. All layers of a packed cache "
+                "have the same length and batch size. Pass a fresh cache."
             )
+        past = [self._dequantize(state, None) for state in self.states()] if before else []
         if self.is_allocated and len(self.key_state.ring) != batch:  # after a reset the batch size may change
             self.forget()
-        self._allocate(batch, self.max_cache_len or tokens)
+        self._allocate(batch, self.max_cache_len or total)
         for which, (state, x) in enumerate(zip(self.states(), (key_states, value_states), strict=True)):
-            state.reserve(tokens)
+            state.reserve(total)
+            state.wrote(before, total)
             self._append(state, self._placed(x), which)
-            state.wrote(0, tokens)
-        cache.batch, cache.tokens, cache.seen = batch, tokens, tokens
-        self.written = True
-        return key_states, value_states
+        cache.batch, cache.tokens, cache.seen = batch, total, total
+        self.written = total
+        if not past:
+            return key_states, value_states
+        return torch.cat((past[0], key_states), 2), torch.cat((past[1], value_states), 2)
 
     def _view(self, state: KVState) -> Tensor:
         context = self.cache.context
-        if context is None:
-            return super()._view(state)
-        if not length_of(context.length):  # written during this forward
-            return state.dequantize(self.tokens, self.cache.lowering)
+        if context is None or not torch.compiler.is_dynamo_compiling():
+            return PackedKV.view(state, self.tokens)
         return self._dequantize(state, None)
 
     def _stored(self) -> int:
         context = self.cache.context
-        written_before = context is not None and length_of(context.length)
-        return written_before or self.tokens
+        return length_of(context.length) if torch.compiler.is_dynamo_compiling() else self.tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Keep everything: tokens of the text are removed, and the encoder's output stays."""
+        removed_tokens(tokens_to_remove)
+
+    def take_back(self, stored: int) -> bool:
+        """After a failed forward, forget what it added to ``stored`` tokens. Returns whether the layer is restored."""
+        if not all(state.lossless_crop(stored) for state in self.states()):
+            return False
+        self.cache.tokens = self.cache.seen = self.written = stored
+        for state in () if stored else self.states():
+            state.reset()
+        return True
 
     def forget(self) -> None:
         super().forget()
-        self.written = False
+        self.written = 0
 
     def reset(self) -> None:
         with self.cache.resetting(self):
             for state in self.states():
                 state.reset()
-            self.written = False
+            self.written = 0
 
 
 @contextmanager
@@ -115,9 +135,9 @@ def running(layers: Sequence[CacheLayerMixin], own: CacheState) -> Iterator[None
 
 def _refuse_unless_consistent(cross: CacheState, layers: list[CrossLayer], own: CacheState) -> None:
     cross.refuse_unless_whole()
-    some_written = len({layer.written for layer in layers}) > 1
+    unequal = {layer.written for layer in layers} != {cross.tokens}
     forgotten = cross.tokens and not (own.tokens or own.edits or own.crops)
-    if cross.layers != layers or some_written or cross.edits != own.edits or forgotten:
+    if cross.layers != layers or unequal or cross.edits != own.edits or forgotten:
         raise KVPassError(
             "The cross-attention layers of this cache are inconsistent with each other or with the self-attention "
             "layers: writing, reordering or resetting them failed or was interrupted. Pass a fresh cache, or call "

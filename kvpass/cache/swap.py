@@ -29,8 +29,14 @@ Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
 
 def cache_layers(cache: Cache) -> list[Any]:
     """All layers of a cache, in model order. With an encoder, self-attention comes before cross-attention."""
-    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    return [*own.layers, *cross_layers(cache)]
+    return [layer for part in parts_of(cache) for layer in part.layers]
+
+
+def parts_of(cache: Cache) -> list[Cache]:
+    """The cache of self-attention, and that of cross-attention if the model has an encoder."""
+    if isinstance(cache, EncoderDecoderCache):
+        return [cache.self_attention_cache, cache.cross_attention_cache]
+    return [cache]
 
 
 def packed_layers(cache: Cache) -> list[PackedLayer]:
@@ -52,16 +58,16 @@ def state_of(cache: Cache) -> CacheState | None:
 
 
 def cross_layers(cache: Cache) -> list[Any]:
-    """The cross-attention layers of a cache, packed or not."""
-    return cache.cross_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else []
+    """The cross-attention layers of a cache. Those that are not packed are known only if the model has an encoder."""
+    if isinstance(cache, EncoderDecoderCache):
+        return list(cache.cross_attention_cache.layers)
+    return [layer for layer in cache.layers if isinstance(layer, CrossLayer)]
 
 
 def layers_of(cache: object) -> Callable[[], None]:
     """A function that restores the present layers of ``cache``."""
-    parts = (
-        [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
-    )
-    before = [(part, list(part.layers), part.layer_class_to_replicate) for part in parts if isinstance(part, Cache)]
+    parts = parts_of(cache) if isinstance(cache, Cache) else []
+    before = [(part, list(part.layers), part.layer_class_to_replicate) for part in parts]
 
     def put_back() -> None:
         for part, layers, replicated in before:
@@ -100,15 +106,15 @@ def _has_state(layer: Any) -> bool:
     return any(state is not None for _, states in states_of(layer) for state in states.values())
 
 
-def swap_cross_layers(cache: EncoderDecoderCache, plans: Plans, owner: str, lowering: str) -> None:
-    """Replace the planned layers of a fresh cross-attention cache in place. Raises the errors of `swap_layers`."""
-    cross = cache.cross_attention_cache
-    layers = _fresh_layers(cross, plans)
+def swap_cross_layers(cache: Cache, plans: Plans, owner: str, lowering: str) -> None:
+    """Replace the planned cross-attention layers of a fresh cache in place. Raises the errors of `swap_layers`."""
+    part = parts_of(cache)[-1]
+    layers = _fresh_layers(part, plans)
     state = CacheState(owner, lowering, _capacity(layers, plans))
     for index, (plan, geometry) in plans.items():
         layers[index] = CrossLayer(plan, geometry, state)
-    cross.layers[:] = layers
-    cross.layer_class_to_replicate = None
+    part.layers[:] = layers
+    part.layer_class_to_replicate = None
 
 
 def swap_layers(

@@ -1,5 +1,6 @@
 """Encoder outputs for a decoder, so that its forward can run without its encoder and the encoder's inputs."""
 
+import inspect
 import typing
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers.utils import ModelOutput
 
 from ..errors import KVPassError
 
+_IMAGES = "cross_attention_states"
 _ALSO_READ = "attention_mask", "router_logits"
 """Fields of an encoder's output that some models always read; None says that they are absent."""
 
@@ -33,6 +35,16 @@ def encoded(model: nn.Module, batch: int, tokens: int) -> ModelOutput:
         if not hasattr(output, name):
             setattr(output, name, None)
     return output
+
+
+def encoded_images(model: nn.Module, tokens: int) -> dict[str, torch.Tensor]:
+    """The argument with which a decoder without ``encoder_outputs`` gets encoded images: zeros ``[1, tokens,
+    hidden_size]`` in the dtype of ``model``. Empty if its forward has no such argument."""
+    if _IMAGES not in inspect.signature(model.forward).parameters:
+        return {}
+    of_text: Any = model
+    width = of_text.config.get_text_config(decoder=True).hidden_size
+    return {_IMAGES: torch.zeros(1, tokens, width, dtype=of_text.dtype, device=of_text.device)}
 
 
 def _width(model: Any, encoder: nn.Module) -> int:

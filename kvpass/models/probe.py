@@ -13,16 +13,17 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from ..cache.sliding import sliding_plan
+from ..cache.swap import parts_of
 from ..errors import KVPassError
 from ..schemes import CalibratedWaterfillConfig, LayerGeometry, SchemeConfig, geometries
 from .arguments import CACHE, CACHE_NAMES, handing, keeping, takes_cache
-from .encoded import encoded, has_encoder
-from .unpacked import held_by, indexer_dim, states_kept, window_of
+from .encoded import encoded, encoded_images, has_encoder
+from .unpacked import StoresNoText, held_by, indexer_dim, states_kept, window_of
 
 
 def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
     """For each cache layer of ``model``, its geometry or the reason why it is not packed. Runs two tokens.
-    Cross-attention layers come after those of self-attention.
+    Cross-attention layers of an encoder-decoder come after those of self-attention.
 
     Raises `KVPassError` if the model has no attention over a transformers cache.
     """
@@ -30,24 +31,32 @@ def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
 
 
 def full_attention(layers: Mapping[int, LayerGeometry | str]) -> dict[int, LayerGeometry | str]:
-    """``layers``, with reasons for those with a sliding window, for what is only done with layers of full attention."""
-    return {
-        index: layer
-        if isinstance(layer, str) or layer.window is None
-        else f"sliding-window attention over {layer.window} tokens: only layers of full attention take part"
-        for index, layer in layers.items()
-    }
+    """``layers``, with reasons for those with a sliding window or of cross-attention, for what is only done with layers
+    of full attention."""
+    found = _of_own_text(layers)
+    for index, layer in found.items():
+        if isinstance(layer, LayerGeometry) and layer.window is not None:
+            found[index] = (
+                f"sliding-window attention over {layer.window} tokens: only layers of full attention take part"
+            )
+    return found
+
+
+def _of_own_text(layers: Mapping[int, LayerGeometry | str]) -> dict[int, LayerGeometry | str]:
+    """``layers``, with a reason for those of cross-attention."""
+    why = StoresNoText("cross-attention: only layers of self-attention take part")
+    return {i: why if isinstance(layer, LayerGeometry) and layer.cross else layer for i, layer in layers.items()}
 
 
 def calibrated_layers(
     scheme: SchemeConfig, layers: Mapping[int, LayerGeometry | str]
 ) -> dict[int, LayerGeometry | str]:
-    """``layers``, with reasons for those that a calibration of ``scheme`` leaves out: layers with a sliding window,
-    unless the scheme sets bit widths by layer and packing the window saves memory."""
+    """``layers``, with reasons for those that a calibration of ``scheme`` leaves out: layers of cross-attention, and
+    those with a sliding window, unless the scheme sets bit widths by layer and packing the window saves memory."""
     if not isinstance(scheme, CalibratedWaterfillConfig):
         return full_attention(layers)
-    found = dict(layers)
-    for index, layer in layers.items():
+    found = _of_own_text(layers)
+    for index, layer in found.items():
         if isinstance(layer, LayerGeometry) and layer.window is not None:
             plan = sliding_plan(scheme, layer)
             found[index] = plan if isinstance(plan, str) else layer
@@ -79,7 +88,8 @@ def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]
             f"{kind} failed when kvpass ran it on two tokens with an empty cache to see what its layers keep: "
             f"{str(error).rstrip('.')}.{other or _decoder_inside(model) or ' Use this model without kvpass.'}"
         ) from error
-    layers = _geometries(cache, config.get_text_config(decoder=True))
+    text_config = config.get_text_config(decoder=True)
+    layers = _with_images(model, _geometries(cache, text_config), text_config)
     if not _packable(layers):
         reasons = sorted({layer for layer in layers.values() if isinstance(layer, str)})
         why = "; ".join(reasons) or "its cache stayed empty"
@@ -184,7 +194,7 @@ def _filled(model: nn.Module) -> Cache:
 
 
 def _refuse_own_class(model: nn.Module, cache: Any) -> None:
-    own = [part for part in _parts(cache) if type(part) is not DynamicCache]
+    own = [part for part in parts_of(cache) if type(part) is not DynamicCache]
     if own:
         classes = " and ".join(sorted({type(part).__name__ for part in own}))
         beside = sorted({name for part in own for name in vars(part).keys() - vars(DynamicCache()).keys()})
@@ -223,25 +233,37 @@ def _packable(layers: dict[int, LayerGeometry | str]) -> bool:
 
 
 def _classes(cache: Cache) -> list[list[type]]:
-    return [[type(layer) for layer in part.layers] for part in _parts(cache)]
-
-
-def _parts(cache: Cache) -> list[Cache]:
-    """The cache of self-attention, and that of cross-attention if there is one."""
-    if isinstance(cache, EncoderDecoderCache):
-        return [cache.self_attention_cache, cache.cross_attention_cache]
-    return [cache]
+    return [[type(layer) for layer in part.layers] for part in parts_of(cache)]
 
 
 def _geometries(cache: Cache, config: PretrainedConfig) -> dict[int, LayerGeometry | str]:
     """The result of `probe` for each layer of ``cache``."""
-    own, *cross = (geometries([held_by(layer, config) for layer in part.layers]) for part in _parts(cache))
-    own = _with_windows(own, _parts(cache)[0].layers)
+    own, *cross = (geometries([held_by(layer, config) for layer in part.layers]) for part in parts_of(cache))
+    own = _with_windows(own, parts_of(cache)[0].layers)
     for layers in cross:
         for index, layer in layers.items():
             reason = f"cross-attention: {layer}"
             own[len(layers) + index] = replace(layer, cross=True) if isinstance(layer, LayerGeometry) else reason
     return own
+
+
+def _with_images(
+    model: nn.Module, layers: dict[int, LayerGeometry | str], config: PretrainedConfig
+) -> dict[int, LayerGeometry | str]:
+    """``layers``, with the geometry of those that store an encoded image, and nothing of a text."""
+    images = encoded_images(model, tokens=3)
+    if not images or not any(isinstance(layer, StoresNoText) for layer in layers.values()):
+        return layers
+    cache = fresh_cache(model)
+    with torch.no_grad():
+        model(**some_tokens(model), **images, **handing(model, cache), use_cache=True)
+    held = geometries([held_by(layer, config) for layer in cache.layers])
+    return {
+        index: replace(held[index], cross=True, previous_layer=None)
+        if isinstance(layer, StoresNoText) and cache.layers[index].get_seq_length() == 3
+        else layer
+        for index, layer in layers.items()
+    }
 
 
 def _with_windows(layers: dict[int, LayerGeometry | str], of_cache: Sequence[Any]) -> dict[int, LayerGeometry | str]:

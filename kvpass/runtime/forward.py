@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..cache.cache_state import CacheState
 from ..cache.context import ForwardContext
+from ..cache.cross import CrossLayer
 from ..cache.layer import PackedLayer
 from ..cache.sliding import SlidingLayer
 from ..cache.swap import cache_layers, cross_layers
@@ -165,17 +166,16 @@ def remember(cache: Cache, state: CacheState, storing_no_text: Collection[int] =
     _refuse_other_lengths(with_text, state.seen, cross_layers(cache))
     others = list(own.values())
     kept = [dict(vars(layer)) for layer in others]
-    unwritten = [layer for layer in cross_layers(cache) if isinstance(layer, PackedLayer) and not layer.cache.tokens]
+    cross = [(layer, layer.tokens) for layer in cross_layers(cache) if isinstance(layer, CrossLayer)]
     updated = dict(cache.is_updated) if isinstance(cache, EncoderDecoderCache) else {}
 
     def undo() -> bool:
         for layer, attributes in zip(others, kept, strict=True):
             layer.__dict__ = attributes
-        for layer in unwritten:
-            layer.reset()
+        restored = [layer.take_back(tokens) for layer, tokens in cross]
         if isinstance(cache, EncoderDecoderCache):
             cache.is_updated = updated
-        return all(type(layer) in _REPLACED for layer in others)
+        return all(restored) and all(type(layer) in _REPLACED for layer in others)
 
     return undo
 

@@ -30,6 +30,7 @@ from ..lowering.inductor.first_kernel import AttentionShape, compile_ahead
 from ..lowering.table import AUTO, EAGER, FEW
 from ..models.attention import PortableAttention
 from ..models.encoded import has_encoder
+from ..models.unpacked import StoresNoText
 from ..schemes import LayerGeometry, SchemeConfig, check_edges, check_sources, get, named
 from .forms import Forms
 from .forward import check_all_updated, finish_forward
@@ -111,7 +112,7 @@ class Runtime:
             if isinstance(layer, LayerGeometry) and layer.cross:
                 plan = cross_plan(self.scheme.plan_of(layer))
                 if isinstance(plan, str):
-                    layers[index] = plan
+                    layers[index] = StoresNoText(plan)
                 else:
                     plans[layer.index] = plan, layer
         return plans, layers

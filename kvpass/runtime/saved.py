@@ -266,4 +266,4 @@ def _fill_packed(layer: PackedLayer, numbers: dict[str, Any], tensors: dict[str,
         state.writes = Writes(tuple((int(first), int(stop)) for first, stop in saved["spans"]), int(saved["packed"]))
     layer.fill_beside(tensors)
     if isinstance(layer, CrossLayer):
-        layer.written = True
+        layer.written = tokens

@@ -74,7 +74,7 @@ class TransformersRuntime(Runtime):
             return "a layer keeps a state besides its keys and values"
         if any(layer.indexer_dim is not None for _, layer in self.plans.values()):
             return "a layer keeps the keys of an indexer, which grow with the cache"
-        if self.has_encoder or self.looks_at_previous or self.needs_importance:
+        if self.has_encoder or self.cross or self.looks_at_previous or self.needs_importance:
             return "what a layer stores depends on more than its own tokens"
         return ""
 
@@ -231,7 +231,7 @@ class TransformersRuntime(Runtime):
         put_back = layers_of(cache)
         try:
             state = swap_layers(own, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
-            if self.cross and isinstance(cache, EncoderDecoderCache):
+            if self.cross:
                 swap_cross_layers(cache, self.cross, self.owner, self.lowering)
         except BaseException:
             put_back()
