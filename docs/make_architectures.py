@@ -24,7 +24,7 @@ OUTCOMES = {  # each architecture gets the first one that applies
     "wrong": "a use differs from the untouched model, or fails with an error that is not kvpass's",
     "refused": "`apply` says why, and the model is untouched",
     "refused in a use": "some way to use it is refused, and the error says what to do; others work",
-    "whole": "every layer is packed, and its attention is fused",
+    "whole": "every layer is packed, and its attention is fused wherever the layer is read",
     "not fused": "every layer is packed, and some are dequantized before attention",
     "not captured": "every layer is packed, but no step was captured",
     "part": "some layers are packed, and the others keep their cache in full precision",
@@ -48,7 +48,7 @@ def outcome(finding: dict[str, Any]) -> str:
         return "part"
     if finding.get("fused") is None:
         return "not captured"
-    return "whole" if finding["fused"] >= finding["packed"] else "not fused"
+    return "not fused" if finding["fused"] < finding["packed"] and finding.get("unfused") else "whole"
 
 
 def counts(results: dict[str, Any]) -> dict[str, Counter[str]]:

@@ -224,7 +224,8 @@ def _examine(architecture: Architecture, finding: Finding, steps_by: str) -> Non
     _given_back(model, finding, uses, expected)
     _in_eight_bits(model, finding, uses, expected)
     if steps_by != "model":
-        _captured(model, finding, uses, expected, compiled=steps_by == "inductor")
+        of_images = any(layer.plan.startswith("cross-attention") for layer in report.layers)
+        _captured(model, finding, uses, expected, of_images, compiled=steps_by == "inductor")
 
 
 def _applied(model: PreTrainedModel, finding: Finding, scheme: Any, **options: Any) -> bool:
@@ -295,13 +296,14 @@ def _in_eight_bits(
 
 def _captured(
     model: PreTrainedModel, finding: Finding, uses: dict[str, tuple[Use, Prompt]], expected: dict[str, Ran],
-    compiled: bool,
+    of_images: bool, compiled: bool,
 ) -> None:  # fmt: skip
     """Record what is fused, and whether a captured step computes the same. Only one use is tried, because each has its
-    own graphs: `generate` if it works and has a cache."""
+    own graphs: `generate` if it works and has a cache, with images if layers store nothing else."""
     around = contextlib.nullcontext() if compiled else without_inductor()
     cached = [name for name in expected if name in finding.uses and expected[name].cache is not None]
-    name = next(iter(sorted(cached, key=lambda name: not name.startswith("generate"))), None)
+    best = "generate with images" if of_images else "generate"
+    name = next(iter(sorted(cached, key=lambda name: (name != best, not name.startswith("generate")))), None)
     if name is None or not _applied(model, finding, LOSSLESS, lowering="auto" if compiled else "reference"):
         return
     with around:

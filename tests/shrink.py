@@ -138,6 +138,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": dict(head_dim=32, num_heads=4, n_groups=1, state_size=16, chunk_size=16),
     "ministral": dict(head_dim=16),
     "mistral4": dict(head_dim=8, qk_head_dim=24, rope_parameters=DERIVED),
+    "mllama_text_model": dict(num_hidden_layers=4, cross_attention_layers=[1, 3]),
+    "mllama_vision_model": dict(
+        image_size=32, patch_size=8, max_num_tiles=4, intermediate_layers_indices=[0, 1], vision_output_dim=3 * WIDTH,
+        num_global_layers=2, supported_aspect_ratios=[[1, 1], [1, 2]],
+    ),
     "moonshine": dict(encoder_num_key_value_heads=4, decoder_num_key_value_heads=4),
     "nemotron": dict(num_key_value_heads=2),
     "paddleocr_vl_text": _MROPE,

@@ -257,13 +257,11 @@ def _with_images(
     cache = fresh_cache(model)
     with torch.no_grad():
         model(**some_tokens(model), **images, **handing(model, cache), use_cache=True)
-    held = geometries([held_by(layer, config) for layer in cache.layers])
-    return {
-        index: replace(held[index], cross=True, previous_layer=None)
-        if isinstance(layer, StoresNoText) and cache.layers[index].get_seq_length() == 3
-        else layer
-        for index, layer in layers.items()
-    }
+    found = dict(layers)
+    for index, held in geometries([held_by(layer, config) for layer in cache.layers]).items():
+        if isinstance(layers[index], StoresNoText) and isinstance(held, LayerGeometry):
+            found[index] = replace(held, cross=True, previous_layer=None)
+    return found
 
 
 def _with_windows(layers: dict[int, LayerGeometry | str], of_cache: Sequence[Any]) -> dict[int, LayerGeometry | str]:
