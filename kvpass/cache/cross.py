@@ -15,8 +15,6 @@ from .cache_state import CacheState
 from .context import ForwardContext
 from .layer import PackedLayer
 from .refusals import TWICE, refuse_encoded, removed_tokens, stored
-from .state import KVState
-from .tensor import PackedKV
 
 
 class CrossLayer(PackedLayer):
@@ -38,7 +36,7 @@ class CrossLayer(PackedLayer):
     @stored
     def is_initialized(self) -> bool:
         """Whether the layer is written."""
-        return self.written > 0
+        return self._stored() > 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_dynamo_compiling():
@@ -74,15 +72,10 @@ class CrossLayer(PackedLayer):
             return key_states, value_states
         return torch.cat((past[0], key_states), 2), torch.cat((past[1], value_states), 2)
 
-    def _view(self, state: KVState) -> Tensor:
-        context = self.cache.context
-        if context is None or not torch.compiler.is_dynamo_compiling():
-            return PackedKV.view(state, self.tokens)
-        return self._dequantize(state, None)
-
     def _stored(self) -> int:
         context = self.cache.context
-        return length_of(context.length) if torch.compiler.is_dynamo_compiling() else self.tokens
+        in_graph = context is not None and torch.compiler.is_dynamo_compiling()
+        return length_of(context.length) if in_graph else self.tokens  # `tokens` would be a constant of the graph
 
     def crop(self, tokens_to_remove: int) -> None:
         """Keep everything: tokens of the text are removed, and the encoder's output stays."""
