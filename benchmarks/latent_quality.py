@@ -5,9 +5,10 @@
 
 No model with latent attention is small enough to run here, so one is made: Qwen2.5-Coder-0.5B as a DeepSeek-V3 model
 that computes the same. A layer's latent has its values and those key channels that the rotary embedding turns by less
-than half a radian in 8,192 tokens, mixed by a random rotation, because a trained latent is not aligned with heads; the
-other key channels of both KV heads are the rotary part, which all query heads share. That makes 160 + 96 channels a
-layer, where DeepSeek-V3 has 512 + 64. The latent is not normalized, which would change what the model computes.
+than half a radian in 8,192 tokens. They have no biases, which do not change attention or move to its output; each has a
+mean square of one over a text, as behind a normalization; and a random rotation mixes them, because a trained latent is
+not aligned with heads. The other key channels of both KV heads are the rotary part, which all query heads share. That
+makes 160 + 96 channels a layer, where DeepSeek-V3 has 512 + 64.
 """
 
 import argparse
@@ -23,8 +24,10 @@ from kvpass.eval import quality, texts
 TURNED = 24  # of 32 pairs of key channels: the others turn by less than 0.5 in 8,192 tokens
 
 
-def as_latent(model: PreTrainedModel) -> PreTrainedModel:
-    """A DeepSeek-V3 model with the weights of ``model``, a Qwen2 model."""
+@torch.no_grad()
+def as_latent(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
+    """A DeepSeek-V3 model with the weights of ``model``, a Qwen2 model. ``ids`` ``[1, S]``: the text over which the
+    channels of latents are normalized."""
     of, dim = model.config, model.model.layers[0].self_attn.head_dim
     heads, kept = of.num_key_value_heads, dim - 2 * TURNED
     config = DeepseekV3Config(
@@ -40,15 +43,29 @@ def as_latent(model: PreTrainedModel) -> PreTrainedModel:
     latent.model.embed_tokens, latent.model.norm = model.model.embed_tokens, model.model.norm
     latent.lm_head = model.lm_head
     latent.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq[:TURNED].repeat(heads)
-    for mine, theirs in zip(latent.model.layers, model.model.layers, strict=True):
+    read = [_inputs(layer.self_attn) for layer in model.model.layers]
+    model(ids)
+    for mine, theirs, hidden in zip(latent.model.layers, model.model.layers, read, strict=True):
         mine.mlp, mine.input_layernorm = theirs.mlp, theirs.input_layernorm
         mine.post_attention_layernorm = theirs.post_attention_layernorm
-        _fill(mine.self_attn, theirs.self_attn, heads)
+        _fill(mine.self_attn, theirs.self_attn, heads, hidden[0])
     return latent
 
 
-def _fill(mine: nn.Module, theirs: nn.Module, heads: int) -> None:
-    """Set the weights of latent attention to those of grouped-query attention."""
+def _inputs(attention: nn.Module) -> list[Tensor]:
+    """A list that receives the input ``[S, C]`` of the next call of ``attention``."""
+    found: list[Tensor] = []
+
+    def keep(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        found.append(kwargs["hidden_states"][0])
+        hook.remove()
+
+    hook = attention.register_forward_pre_hook(keep, with_kwargs=True)
+    return found
+
+
+def _fill(mine: nn.Module, theirs: nn.Module, heads: int, hidden: Tensor) -> None:
+    """Set the weights of latent attention to those of grouped-query attention, whose input is like ``hidden``."""
     dim, groups = theirs.head_dim, mine.num_heads // heads
     pairs = torch.arange(dim).view(2, -1)
     turned, still = pairs[:, :TURNED].T.flatten(), pairs[:, TURNED:].flatten()  # pairs are neighbours in DeepSeek-V3
@@ -59,20 +76,23 @@ def _fill(mine: nn.Module, theirs: nn.Module, heads: int) -> None:
 
     query, key, value = split(theirs.q_proj, mine.num_heads), split(theirs.k_proj, heads), split(theirs.v_proj, heads)
     cached = torch.cat([value.flatten(0, 1), key[:, still].flatten(0, 1)])
+    cached[:, -1] = 0  # a bias of keys adds the same to all scores, one of values to the output
+    sizes = (hidden @ cached[:, :-1].T).square().mean(0).sqrt()
     mix, _ = torch.linalg.qr(torch.randn(len(cached), len(cached), generator=torch.Generator().manual_seed(0)))
-    down = torch.cat([mix @ cached, key[:, turned].flatten(0, 1)])
+    down = torch.cat([mix @ (cached / sizes[:, None]), key[:, turned].flatten(0, 1)])
     mine.kv_a_proj_with_mqa.weight.data, mine.kv_a_proj_with_mqa.bias.data = down[:, :-1], down[:, -1]
     mine.kv_a_layernorm = nn.Identity()
     of_head = torch.arange(heads).repeat_interleave(groups)
-    values = mix.T[: heads * dim].view(heads, dim, -1)
-    keys = mix.T[heads * dim :].view(heads, len(still), -1)
+    values, keys = (sizes[:, None] * mix.T).split([heads * dim, heads * len(still)])
+    values, keys = values.view(heads, dim, -1), keys.view(heads, len(still), -1)
     mine.kv_b_proj.weight.data = torch.cat([keys, values], 1)[of_head].flatten(0, 1)
     own = nn.functional.one_hot(of_head, heads).to(query.dtype)  # [query heads, KV heads]
     rotary = torch.einsum("qh,qdc->qhdc", own, query[:, turned]).flatten(1, 2)
     up = torch.cat([query[:, still], rotary], 1).flatten(0, 1) * (mine.qk_head_dim / dim) ** 0.5
     mine.q_proj = nn.Linear(up.shape[1] - 1, len(up))
     mine.q_proj.weight.data, mine.q_proj.bias.data = up[:, :-1].clone(), up[:, -1].clone()
-    mine.o_proj.weight.data, mine.o_proj.bias.data = theirs.o_proj.weight.data, torch.zeros_like(mine.o_proj.bias)
+    mine.o_proj.weight.data = theirs.o_proj.weight.data
+    mine.o_proj.bias.data = theirs.o_proj.weight @ value[of_head, :, -1].flatten()
 
 
 @torch.no_grad()
@@ -86,7 +106,7 @@ def main() -> None:
     model, tokenizer = models.load(
         "package:Qwen2.5-Coder-0.5B-Instruct", dtype=torch.float32, say=lambda text: print(text, file=sys.stderr)
     )
-    latent = as_latent(model)
+    latent = as_latent(model, texts.tokens(tokenizer, "readme", 1024))
     print("| text | scheme | bits/value | KL | top-1 |\n| --- | --- | --: | --: | --: |", flush=True)
     for text in args.texts.split(","):
         ids = texts.tokens(tokenizer, text, args.prompt + args.scored)

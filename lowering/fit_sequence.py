@@ -50,7 +50,7 @@ def fit_to_queries(pack: Pack, q: Tensor | None, mask: Tensor | None, x: Tensor,
         fitted["compensation"].copy_(fit_compensation(q, mask, heads, quantizer.subspace))
     if quantizer.adaptive is not None and quantizer.adaptive.fits_energy:
         fitted["energy"].copy_(query_energy(q, mask, heads))
-    if spec.codec.needs_queries:
+    if spec.codec.takes_queries and q is not None:
         spec.codec.fit_queries(fitted, *_by_kv_head(_seen(q, pack, spec), mask, heads), spec)
     else:
         spec.codec.fit_queries(fitted, None, None, spec)

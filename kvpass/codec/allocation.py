@@ -263,6 +263,7 @@ class Allocation(Ranked, Codec, name="allocated"):
         A channel has at most one single bit, so ``singles`` in 16 channels have an odd bit width.
     block_size: number of neighbouring channels that are decorrelated together; 1 means no decorrelation.
     weighted: weight errors by the prompt's queries; otherwise errors cost the same in all channels.
+    optional: store tokens without queries, too, as if not ``weighted``.
     rich_pairs, rich_singles: ``pairs`` and ``singles`` for the high-precision tokens of a page. If both are 0, all
         tokens of a page have the same bit widths.
     follows: take the high-precision tokens from the layer's keys; otherwise the prompt's queries select them.
@@ -275,6 +276,7 @@ class Allocation(Ranked, Codec, name="allocated"):
     rich_pairs: int = 0
     rich_singles: int = 0
     follows: bool = False
+    optional: bool = False
 
     tensors = {"codes": Kept(_page, torch.uint8)}
     quantizes_with: ClassVar[tuple[str, ...]] = ("basis", "fields", "queries")
@@ -293,6 +295,8 @@ class Allocation(Ranked, Codec, name="allocated"):
             raise KVPassError("rich_pairs=0: per-token bit widths need at least one pair of bits.")
         if self.follows and not self.ranked:
             raise KVPassError("follows=True needs per-token bit widths: set rich_pairs or rich_singles.")
+        if self.optional and self.chooses:
+            raise KVPassError("optional=True: without queries no tokens can be chosen for more bits.")
 
     @property
     def ranked(self) -> bool:
@@ -332,6 +336,10 @@ class Allocation(Ranked, Codec, name="allocated"):
 
     @property
     def needs_queries(self) -> bool:
+        return self.takes_queries and not self.optional
+
+    @property
+    def takes_queries(self) -> bool:
         return self.weighted or self.chooses
 
     def sequence(self, spec: CodecSpec) -> dict[str, Kept]:

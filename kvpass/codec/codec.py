@@ -111,6 +111,11 @@ class Codec:
         return False
 
     @property
+    def takes_queries(self) -> bool:
+        """Whether the codec is fitted to the prompt's queries if the call has them."""
+        return self.needs_queries
+
+    @property
     def from_keys(self) -> tuple[str, ...]:
         """For values: names of the sequence tensors of the layer's keys that `fit_tokens` takes, too."""
         return ()

@@ -202,6 +202,11 @@ class Quantizer:
         return self.subspace is not None or (self.adaptive is not None and self.adaptive.fits_energy)
 
     @property
+    def takes_queries(self) -> bool:
+        """Whether quantized values depend on the prompt's queries if the call has them."""
+        return self.needs_queries or (self.codec is not None and self.codec.takes_queries)
+
+    @property
     def follows_keys(self) -> bool:
         """Whether quantization reuses the token selection of the layer's keys."""
         return self.codec is not None and bool(self.codec.follows_keys)

@@ -76,6 +76,7 @@ class Runtime:
         self.plans, layers = plans_of(scheme, layers)
         self.cross, layers = self._plan_cross(layers)
         self.needs_queries = any(plan.needs_queries for plan, _ in self.plans.values())
+        self.takes_queries = any(plan.takes_queries for plan, _ in self.plans.values())
         self.needs_rotation = any(plan.key.transform.turns for plan, _ in self.plans.values())
         self.looks_at_previous = any(plan.looks_at_previous for plan, _ in self.plans.values())
         self.needs_importance = any(plan.needs_importance for plan, _ in self.plans.values())
@@ -326,6 +327,8 @@ class Runtime:
             return self.captured
         if self.needs_queries and not state.tokens:
             return self._capture_queries()
+        if self.takes_queries and not state.tokens:
+            return self._offer_queries()
         return self.original
 
     def _hooked(self) -> bool:
@@ -363,6 +366,10 @@ class Runtime:
     def _capture_queries(self) -> Callable:
         """The function that runs a prompt whose queries are needed."""
         return self.captured
+
+    def _offer_queries(self) -> Callable:
+        """The function that runs a prompt whose queries improve what is stored."""
+        return self.original
 
     def _measure(self, state: CacheState, layers: Sequence) -> None:
         """Record the bytes of the cache last used, which may be gone when `explain` asks. ``layers``: all its layers,

@@ -264,9 +264,12 @@ class TransformersRuntime(Runtime):
     def _capture_queries(self) -> Callable:
         return self._with_query_capture if self.captures_queries else self.captured
 
+    def _offer_queries(self) -> Callable:
+        return self._with_query_capture
+
     def _with_query_capture(self, **kwargs):
         """Run the model's own forward over an empty cache, and capture the prompt's queries."""
-        capture = QueryCapture(state_of(kwargs[self.cache_argument]))
+        capture = QueryCapture(state_of(kwargs[self.cache_argument]), required=self.needs_queries)
         with capture:
             output = self.original(**kwargs)
         capture.check()

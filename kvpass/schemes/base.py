@@ -37,10 +37,14 @@ class LayerPlan:
 
     def checked(self, layer: LayerGeometry) -> LayerPlan:
         """This plan, if it fits the heads of ``layer``; raises `KVPassError` otherwise. A latent has no rotary
-        embedding, so it is stored the same before and after it."""
+        embedding, so it is stored the same before and after it. The rotary part beside it belongs to the keys: if keys
+        are quantized per channel, so is this part."""
         if layer.latent and self.key.transform.turns:
             as_it_is = replace(self.key.transform, pre_rope=False, page_rope=False)
             return replace(self, key=replace(self.key, transform=as_it_is)).checked(layer)
+        if layer.latent and self.key.quantizer.per == "channel" != self.value.quantizer.per:
+            same = replace(self.key.quantizer, subspace=None)
+            return replace(self, value=replace(self.key, quantizer=same, own_codes=self.value.own_codes)).checked(layer)
         if self.evicts and self.key.retention != self.value.retention:
             raise KVPassError(
                 "With eviction, keys and values must leave the residual window together: give both the same retention."
@@ -84,6 +88,11 @@ class LayerPlan:
     def needs_queries(self) -> bool:
         """Whether the codec is fitted to the prompt's queries, which requires capturing prefill."""
         return self.key.quantizer.needs_queries
+
+    @property
+    def takes_queries(self) -> bool:
+        """Whether the codec is fitted to the prompt's queries if they are known."""
+        return self.key.quantizer.takes_queries
 
     @property
     def evicts(self) -> bool:

@@ -10,8 +10,8 @@ gain, and there are no group scales. docs/own-scheme.md says what each part is w
 `waterfill-heads` also divides the bits of a layer among its heads: heads whose attention to packed tokens is
 concentrated on a few of them get more (`codec.by_head`).
 
-In latent attention (MLA) queries meet what is expanded from the cache, not the cache. There all errors count alike, all
-tokens get the same bits, and the keys' rotary part, which all heads share, gets twice as many as the latent.
+In latent attention (MLA) queries meet what is expanded from the cache, not the cache. There errors of the latent are
+weighted by what they do to keys and values (`codec.expansion`), and all tokens get the same bits.
 """
 
 from dataclasses import dataclass, replace
@@ -35,6 +35,8 @@ from .storage import StorageConfig
 _LONG = 2048  # tokens of a window whose layer is stored like one of full attention
 _TOKENS_PER_CHANNEL = 64  # of a window, for each channel of a block
 _MORE = 4096  # bit pairs per 16 channels, times tokens, that a shorter window has instead of queries and larger bases
+
+_MORE_OF_LATENT = 2  # bit pairs per 16 channels: a latent is keys and values at once
 
 _Fields = tuple[int, int]
 
@@ -98,17 +100,17 @@ class WaterfillConfig(StorageConfig):
         return self.retention or Retention(self.recent + self.residual, self.residual, self.sinks)
 
     def _quantizer(
-        self, head_dim: int, fields: _Fields, weighted: bool = False, rich: _Fields = (0, 0), follows: bool = False
+        self, head_dim: int, fields: _Fields, weighted: bool = False, rich: _Fields = (0, 0), **options: bool
     ) -> Quantizer:
         codec = ByHead if self.by_head and any(rich) else Allocation
-        allocation = codec(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
+        allocation = codec(*fields, gcd(self.block_size, head_dim), weighted, *rich, **options)
         return Quantizer(8, "token", head_dim, codec=allocation)
 
     def _plan(self, head_dim: int, value_head_dim: int) -> LayerPlan:
         page_rope = self.rope == "pre" and self.retention is None  # otherwise the tokens of a page are not neighbours
         keys = self._quantizer(head_dim, self.key_fields, self.weighted, self.rich_key_fields)
         follows = any(self.rich_value_fields)
-        values = self._quantizer(value_head_dim, self.value_fields, False, self.rich_value_fields, follows)
+        values = self._quantizer(value_head_dim, self.value_fields, False, self.rich_value_fields, follows=follows)
         return LayerPlan(
             CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center, page_rope=page_rope)),
             CodecSpec(values, self.value_retention()),
@@ -116,10 +118,12 @@ class WaterfillConfig(StorageConfig):
 
     def _latent_plan(self, latent_dim: int, rotary_dim: int) -> LayerPlan:
         pairs, singles = _alike(self.key_fields, self.rich_key_fields)
-        latent, rotary = (_at_most(times * pairs, times * singles) for times in (1, 2))
+        latent, rotary = _at_most(pairs + _MORE_OF_LATENT, singles), (pairs, singles)
+        center = Transform(center=self.center)
+        of_latent = self._quantizer(latent_dim, latent, self.weighted, optional=True)
         return LayerPlan(
-            CodecSpec(self._quantizer(latent_dim, latent), self.key_retention(), Transform(center=self.center)),
-            CodecSpec(self._quantizer(rotary_dim, rotary), self.value_retention()),
+            CodecSpec(of_latent, self.key_retention(), center),
+            CodecSpec(self._quantizer(rotary_dim, rotary), self.value_retention(), center),
         )
 
     def _in_window(self, window: int) -> "WaterfillConfig":
