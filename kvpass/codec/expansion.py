@@ -27,10 +27,10 @@ def queries_of_latent(
     """
     rank, heads, dim = latent.shape[-1], key.shape[1], key.shape[-1]
     cached = torch.cat([latent, rotary], -1).flatten(0, 2)
-    most = _TOKENS_PER_UNKNOWN * cached.shape[-1]
-    if len(cached) < most or query.shape[1] % heads:
+    needed = _TOKENS_PER_UNKNOWN * cached.shape[-1]
+    if len(cached) < needed or query.shape[1] % heads:
         return None
-    some = torch.linspace(0, len(cached) - 1, 2 * most, device=cached.device).long()
+    some = torch.linspace(0, len(cached) - 1, needed, device=cached.device).long()
     expanded = torch.cat([key, value], -1).transpose(1, 2).flatten(0, 1).flatten(1)[some].float()
     weights = _regressed(cached[some].float(), expanded)
     if weights is None:
