@@ -98,10 +98,10 @@ def _fill(mine: nn.Module, theirs: nn.Module, heads: int, hidden: Tensor) -> Non
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemes", default="kivi,kivi-4,kivi-sinks,rtn,higgs,waterfill", help="separated by commas")
+    parser.add_argument("--schemes", default="kivi,kivi-4,higgs,waterfill,waterfill-3", help="separated by commas")
     parser.add_argument("--texts", default="prose,code", help="separated by commas")
     parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--scored", type=int, default=128)
+    parser.add_argument("--scored", type=int, default=96)
     args = parser.parse_args()
     model, tokenizer = models.load(
         "package:Qwen2.5-Coder-0.5B-Instruct", dtype=torch.float32, say=lambda text: print(text, file=sys.stderr)

@@ -167,6 +167,25 @@ def test_an_interrupted_calibration_goes_on_and_another_scheme_starts_with_its_k
     assert calls.count(200) == 0
 
 
+def test_keys_and_values_of_few_layers_at_once_give_the_same_calibration(tmp_path, monkeypatch):
+    model, most = llama(layers=4), []
+    scheme = {**SMALL, "first_layer": "identity", "fit_on": "original"}
+    reference = kvpass.calibrate(model, data(), scheme, progress=False)
+    original = fitting.Collected.read
+
+    def read(self, *args):
+        found = original(self, *args)
+        most.append(len({path.stem.split("-", 2)[2] for path in tmp_path.glob("*/sequence-*.safetensors")}))
+        return found
+
+    monkeypatch.setattr(fitting.Collected, "read", read)
+    options = dict(work=tmp_path, progress=False)
+    assert_same(kvpass.calibrate(model, data(), scheme, layers_at_once=1, **options), reference)
+    assert max(most) == 2
+    with pytest.raises(KVPassError, match="layers_at_once=0 must be an integer"):
+        kvpass.calibrate(model, data(), scheme, layers_at_once=0, **options)
+
+
 def assert_same(a: Calibration, b: Calibration):
     assert a.scheme == b.scheme and a.model == b.model and a.explained == b.explained
     for layer in b.predictors:

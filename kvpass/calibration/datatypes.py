@@ -119,7 +119,7 @@ def fit_datatypes(
             gradients = collect_gradients(model, data, [layer.index for layer in packed], folder, seen)
         if config.rope == "pre":
             before, after = collected.read(0, packed[0].index, 0), _read(gradients[0], "keys")
-            rope = rope_between(before, after, *collected.tables(0))
+            rope = rope_between(before, after, *collected.tables(0, packed[0].index))
     fitted = {}
     with bar("datatypes", len(packed), "layer", progress) as done:
         for layer in packed:
@@ -143,13 +143,13 @@ def _fit_layer(
             return torch.ones(shape)
         found = _read(gradients[sequence], f"{layer.index}.{role}")
         if role == 0 and rope:  # the chain rule: gradients rotate back
-            cos, sin = collected.tables(sequence)
+            cos, sin = collected.tables(sequence, layer.index)
             found = rotate(found, cos, -sin, rope)
         return found.square()
 
     out: list[list[Tensor]] = []
     for role, spec in enumerate((plan.key, plan.value)):
-        read = [collected.read(i, layer.index, role) for i in range(len(collected.files))]
+        read = [collected.read(i, layer.index, role) for i in range(len(collected))]
         dtype, ranges = params_dtype(layer.dtype), None
         if role == 0:
             ranges = _ranges(torch.cat([x[0, :, config.sinks :] for x in read], 1), config.share).to(dtype)

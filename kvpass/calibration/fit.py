@@ -24,6 +24,7 @@ from ..codec.affine import params_dtype
 from ..codec.center import fit_center
 from ..codec.predictor import predict
 from ..errors import KVPassError
+from ..fields import check_integer
 from ..layout.window import layout
 from ..models.encoded import has_encoder
 from ..models.parallel import refuse_sharded
@@ -42,7 +43,7 @@ from ..schemes import (
     check_edges,
 )
 from ..schemes.calibrated import Calibration, describe
-from .collect import Collected, collect, digest
+from .collect import Collected, digest
 from .datatypes import fit_datatypes
 from .default_texts import reading_for
 from .energy import measure_energy
@@ -65,6 +66,7 @@ def calibrate(
     scheme: str | dict[str, Any] | SchemeConfig = "waterfill",
     *,
     work: str | Path | None = None,
+    layers_at_once: int | None = None,
     progress: bool = True,
 ) -> Calibration:
     """Calibrate ``scheme`` on ``model``: choose bit widths ("waterfill-static", which "waterfill" stands for here, and
@@ -72,7 +74,8 @@ def calibrate(
     changed.
 
     The model runs over the data once. Predictors are then fitted layer by layer to sums over all tokens, so memory use
-    does not depend on their number. Keys and values are stored on disk, ``4 * H_kv * D`` bytes per token and layer.
+    does not depend on their number. Keys and values are stored on disk, ``4 * H_kv * D`` bytes per token and layer, of
+    all layers or of ``2 * layers_at_once``.
     Datatypes also need the gradients of the loss, stored there too, and the keys or values of one layer at a time.
 
     data: token ids, ``[N, S]``, or a list of ``[S]`` or ``[1, S]``, of text like the model's later input; at least 2
@@ -83,7 +86,9 @@ def calibrate(
     scheme: one that takes calibration. AQUA-KV and "kvquant-calibrated" require it; QAQ can also use the queries of
         each prompt.
     work: a folder to resume an interrupted calibration from, and to reuse its keys and values for another scheme; they
-        stay there. Default: a temporary folder.
+        stay there, unless ``layers_at_once`` is given. Default: a temporary folder.
+    layers_at_once: for AQUA-KV and datatypes: run the model over the data once for each group of this many layers. None
+        is all layers.
     progress: show a progress bar if there is a terminal.
 
     Raises `KVPassError` for schemes that need no calibration, too little data, a model that is already packed, whose
@@ -96,6 +101,8 @@ def calibrate(
         raise KVPassError(f"{config.name!r} needs no calibration: kvpass.apply(model, scheme={config.name!r}).")
     if is_applied(model):
         raise KVPassError("kvpass is applied to this model: call kvpass.remove(model) first.")
+    if layers_at_once is not None:
+        check_integer("layers_at_once", layers_at_once, 1)
     refuse_sharded(model, "each process has only some of the heads", "calibrate in one process")
     layers = calibrated_layers(config, probe(model))
     if has_encoder(model):
@@ -120,8 +127,10 @@ def calibrate(
             work = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpass-"))
         folder = Path(work) / digest(described, config.rope)
         folder.mkdir(parents=True, exist_ok=True)
-        with bar("keys and values", len(sequences), "sequence", progress) as seen:
-            collected = collect(model, sequences, config.rope, folder, seen)
+        groups = _groups(layers, layers_at_once)
+        collected = Collected(model, sequences, config.rope, folder, groups, progress)
+        if len(groups) == 1:
+            collected.collect()
         if isinstance(config, CalibratedKVQuantConfig):
             fitted = fit_datatypes(model, config, layers, sequences, collected, folder, progress)
             return Calibration(config, fitted, described, {}, {"tokens": sum(ids.numel() for ids in sequences)})
@@ -178,6 +187,13 @@ def _sequences(
     return sequences
 
 
+def _groups(layers: dict[int, LayerGeometry | str], size: int | None) -> list[tuple[int, ...]]:
+    """The layers that take part, in groups of ``size``; None is one group."""
+    own = [index for index, layer in layers.items() if isinstance(layer, LayerGeometry)]
+    size = size or len(own)
+    return [tuple(own[first : first + size]) for first in range(0, len(own), size)]
+
+
 def _plans(config: AquaKVConfig, layers: dict[int, LayerGeometry | str]) -> Plans:
     plans = {i: (config.plan_of(layer), layer) for i, layer in layers.items() if isinstance(layer, LayerGeometry)}
     check_edges(plans)
@@ -192,7 +208,7 @@ def _choose_first_layer(
     choices = config.first_layer_choices
     if len(choices) == 1:
         return choices[0], {}
-    some = Collected(collected.files[:_TRIAL_SEQUENCES])
+    some = collected.first(_TRIAL_SEQUENCES)
     scores = {}
     for choice in choices:
         with tempfile.TemporaryDirectory(prefix="kvpass-") as folder:
@@ -238,7 +254,7 @@ class _Chain:
         self.predictors: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self.explained: dict[int, tuple[float, float]] = {}
         self.errors: dict[int, tuple[float, float]] = {}
-        count = len(collected.files)
+        count = len(collected)
         self.held_out = [i for i in range(count) if i % _HELD_OUT == min(_HELD_OUT, count) - 1]
         self.fitted_to = [i for i in range(count) if i not in self.held_out]
 
@@ -307,7 +323,7 @@ class _Chain:
         alone = dataclasses.replace(part.spec.quantizer, subspace=None)
         spec, transform = dataclasses.replace(part.spec, quantizer=alone), part.spec.transform
         residual, error, energy = 0.0, 0.0, 0.0
-        for sequence in range(len(self.collected.files)):
+        for sequence in range(len(self.collected)):
             x, prediction = self._tokens(sequence, part.layer, part.role, spec), torch.zeros(())
             if transform.center:
                 prediction = fit_center(x, params_dtype(x.dtype)).float()

@@ -35,6 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens per sequence; default {own.length}, and for other schemes {others.length}",
     )  # fmt: skip
     parser.add_argument(
+        "--layers-at-once", type=at_least(1), metavar="N",
+        help="store the keys and values of 2 N layers at most on disk, and run the model once for each N; default all",
+    )  # fmt: skip
+    parser.add_argument(
         "--skip", type=at_least(0), metavar="N",
         help=f"skip the first N tokens; default {own.skip}, and for other schemes {others.skip}, which demo and eval "
         "use",
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = models.load(args.model, say=say)
     data = reading.sequences(tokenizer)
     with stage(f"{args.scheme}: {len(data)} sequences of {reading.length} tokens of {', '.join(reading.sources)}"):
-        calibration = calibrate(model, data, config, work=out / ".work")
+        calibration = calibrate(model, data, config, work=out / ".work", layers_at_once=args.layers_at_once)
     calibration.save(out)
     shutil.rmtree(out / ".work", ignore_errors=True)
     if isinstance(calibration.scheme, AquaKVConfig):
