@@ -1,6 +1,8 @@
 """Layers of a decoder that store encoded images (Mllama): packed beside layers of text, though written by other calls
 and of another length."""
 
+import copy
+
 import pytest
 import torch
 from test_unpacked import generated, llama_vision
@@ -97,27 +99,21 @@ def test_the_captured_step_is_one_graph_that_reads_packed_images(vision):
 
 
 @pytest.mark.parametrize("images", [1, 2])
-def test_a_failed_turn_leaves_the_images_as_they_were_or_a_cache_that_refuses(vision, images, monkeypatch):
-    """A second image overwrites the exact window behind the first."""
+def test_a_failed_turn_leaves_the_images_as_they_were(vision, images, monkeypatch):
     model, inputs = vision
     kvpass.apply(model, EXACT, lowering="eager")
     cache = DynamicCache(config=model.config)
-    if images == 2:
-        step(model, cache, tokens(2, 12), 12, **image(inputs))
-    else:
-        step(model, cache, tokens(2, 12), 12)
-    turn = model, cache, tokens(2, 4, seed=1), 16
+    step(model, cache, tokens(2, 12), 12, **(image(inputs) if images == 2 else {}))
+    before = copy.deepcopy(cache)
+    turn, another = (tokens(2, 4, seed=1), 16), image(inputs, images, seed=3)
     with monkeypatch.context() as patched:
         patched.setattr(model.model.language_model.layers[-1], "forward", fail)
         with pytest.raises(RuntimeError, match="on purpose"):
-            step(*turn, **image(inputs, images, seed=3))
-    if images == 2:
-        with pytest.raises(KVPassError, match=r"cache\.reset\(\)"):
-            step(*turn, **image(inputs, images, seed=3))
-    else:
-        assert [layer.get_seq_length() for layer in cache.layers] == [12, 0] * 2
-        step(*turn, **image(inputs, images, seed=3))
-        assert cache.layers[1].tokens == 68
+            step(model, cache, *turn, **another)
+    assert [layer.get_seq_length() for layer in cache.layers] == [12, 68 * (images - 1)] * 2
+    expected = step(model, before, *turn, **another)
+    assert torch.equal(step(model, cache, *turn, **another), expected)
+    assert cache.layers[1].tokens == images * 68
 
 
 def fail(*args, **kwargs):
@@ -156,6 +152,16 @@ def test_a_saved_cache_has_its_images(vision, tmp_path):
     expected = step(model, cache, *more, **seeing(inputs, 2))
     assert torch.equal(step(model, loaded, *more, **seeing(inputs, 2)), expected)
     assert [layer.tokens for layer in cross_layers(loaded)] == [2 * 68] * 2 and len(packed_layers(loaded)) == 2
+
+
+@pytest.mark.slow
+def test_the_default_scheme_packs_images_in_a_captured_prompt(vision):
+    model, inputs = vision
+    expected = generated(kvpass.apply(model, lowering="eager"), inputs)
+    kvpass.remove(model)
+    torch.testing.assert_close(generated(kvpass.apply(model), inputs), expected, atol=1e-3, rtol=1e-3)
+    report = kvpass.explain(model)
+    assert report.packed == report.fused == 4 and "cross-attention: K less its mean" in report.layers[1].plan
 
 
 def test_schemes_that_are_fitted_to_queries_keep_images_exact_and_say_so(vision):

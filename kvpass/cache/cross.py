@@ -19,7 +19,7 @@ from .refusals import TWICE, refuse_encoded, removed_tokens, stored
 
 class CrossLayer(PackedLayer):
     """A packed cross-attention layer. The first forward writes it; a later one may add to it, such as an image in a
-    later turn of a chat. In other forwards attention reads its ``keys`` and ``values``. In a graph these are calls of
+    later turn of a chat. What arrives is packed when the forward has succeeded. In other forwards attention reads its ``keys`` and ``values``. In a graph these are calls of
     ``kvpass::dequantize``, which the pass fuses with attention."""
 
     is_cross = True
@@ -27,6 +27,7 @@ class CrossLayer(PackedLayer):
     def __init__(self, plan: LayerPlan, geometry: LayerGeometry, cache: CacheState):
         super().__init__(plan, geometry, cache)
         self.written = 0
+        self.arrived: tuple[Tensor, Tensor] | None = None
 
     @property
     def tokens(self) -> int:
@@ -39,18 +40,29 @@ class CrossLayer(PackedLayer):
         return self._stored() > 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if torch.compiler.is_dynamo_compiling():
-            refuse_encoded()
-        cache = self.cache
-        if cache.context is None:
+        context = self.cache.context
+        if context is None:
             raise KVPassError(
                 "A packed cross-attention layer is written by a forward of the model that kvpass was applied to. Call "
                 "model(...) or model.generate(...), with a fresh cache for other encoder inputs."
             )
-        before, (batch, _, new, _) = length_of(cache.context.length), key_states.shape
-        total = before + new
-        if self.written != before:
+        if self.arrived is not None:
             raise KVPassError(TWICE)
+        self.arrived = key_states, value_states
+        if length_of(context.length):
+            if torch.compiler.is_dynamo_compiling():
+                refuse_encoded()
+            past = [self._dequantize(state, None) for state in self.states()]
+            key_states, value_states = (torch.cat(pair, 2) for pair in zip(past, self.arrived, strict=True))
+        return key_states, value_states
+
+    def store(self) -> None:
+        """Store what arrived in the forward that ends. Raises `KVPassError` if it does not fit the other layers."""
+        if self.arrived is None:
+            return
+        arrived, self.arrived = self.arrived, None
+        cache, before, (batch, _, new, _) = self.cache, self.written, arrived[0].shape
+        total = before + new
         started = cache.tokens > before
         if (started and cache.tokens != total) or ((started or before) and cache.batch != batch):
             raise KVPassError(
@@ -58,19 +70,15 @@ class CrossLayer(PackedLayer):
                 f"{cache.tokens - before} in {cache.batch} rows of others or earlier. All layers of a packed cache "
                 "have the same length and batch size. Pass a fresh cache."
             )
-        past = [self._dequantize(state, None) for state in self.states()] if before else []
         if self.is_allocated and len(self.key_state.ring) != batch:  # after a reset the batch size may change
             self.forget()
         self._allocate(batch, self.max_cache_len or total)
-        for which, (state, x) in enumerate(zip(self.states(), (key_states, value_states), strict=True)):
+        for which, (state, x) in enumerate(zip(self.states(), arrived, strict=True)):
             state.reserve(total)
             state.wrote(before, total)
             self._append(state, self._placed(x), which)
         cache.batch, cache.tokens, cache.seen = batch, total, total
         self.written = total
-        if not past:
-            return key_states, value_states
-        return torch.cat((past[0], key_states), 2), torch.cat((past[1], value_states), 2)
 
     def _stored(self) -> int:
         context = self.cache.context
@@ -103,7 +111,7 @@ class CrossLayer(PackedLayer):
 
 @contextmanager
 def running(layers: Sequence[CacheLayerMixin], own: CacheState) -> Iterator[None]:
-    """A context in which a forward may write empty cross-attention ``layers``, and read them at any length.
+    """A context in which a forward may write cross-attention ``layers``, and read them at any length.
 
     own: the state of the self-attention layers, which have the same rows. If ``own`` is empty and the state of
         ``layers`` is not, a reset was interrupted between the two.
@@ -121,7 +129,11 @@ def running(layers: Sequence[CacheLayerMixin], own: CacheState) -> Iterator[None
             torch._dynamo.maybe_mark_dynamic(cross.context.length, 0)
     try:
         yield
+        for layer in packed:
+            layer.store()
     finally:
+        for layer in packed:
+            layer.arrived = None
         if cross is not None:
             cross.context = None
 

@@ -11,7 +11,8 @@ gain, and there are no group scales. docs/own-scheme.md says what each part is w
 concentrated on a few of them get more (`codec.by_head`).
 
 In latent attention (MLA) queries meet what is expanded from the cache, not the cache. There errors of the latent are
-weighted by what they do to keys and values (`codec.expansion`), and all tokens get the same bits.
+weighted by what they do to keys and values (`codec.expansion`), and all tokens get the same bits. In cross-attention an
+encoder's tokens are stored before there are queries: all errors count alike, and all tokens get the same bits.
 """
 
 from dataclasses import dataclass, replace
@@ -70,7 +71,8 @@ class WaterfillConfig(StorageConfig):
     weighted: weight key errors by their effect on the prompt's queries instead of equally in all channels.
     center: subtract the mean of the first packed keys from all keys.
     by_head: divide the bits of a layer among its heads by how concentrated the prompt's attention is, instead of giving
-        all heads equally many. Layers with a sliding window, a latent or one KV head are stored as without it.
+        all heads equally many. Layers with a sliding window, a latent or one KV head, and those of cross-attention, are
+        stored as without it.
     """
 
     name = "waterfill"
@@ -126,6 +128,20 @@ class WaterfillConfig(StorageConfig):
             CodecSpec(self._quantizer(rotary_dim, rotary), self.value_retention(), center),
         )
 
+    def _cross_plan(self, head_dim: int, value_head_dim: int) -> LayerPlan:
+        keys, values = (
+            self._quantizer(dim, _alike(*fields))
+            for dim, *fields in (
+                (head_dim, self.key_fields, self.rich_key_fields),
+                (value_head_dim, self.value_fields, self.rich_value_fields),
+            )
+        )
+        all_at_once = replace(self, recent=0)  # no token of an encoder is newer than the others
+        return LayerPlan(
+            CodecSpec(keys, all_at_once.key_retention(), Transform(center=self.center)),
+            CodecSpec(values, all_at_once.value_retention()),
+        )
+
     def _in_window(self, window: int) -> "WaterfillConfig":
         """The scheme of layers with a window of ``window`` tokens. Few tokens share what is stored once, so they have
         smaller blocks, and ranks only if the window is long; the memory that this saves goes to their codes."""
@@ -142,9 +158,9 @@ class WaterfillConfig(StorageConfig):
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         here = self if layer.window is None else self._in_window(layer.window)
-        if layer.num_key_value_heads == 1:
+        if layer.num_key_value_heads == 1 or layer.cross:
             here = replace(here, by_head=False)
-        plan = here._latent_plan if layer.latent else here._plan
+        plan = here._latent_plan if layer.latent else here._cross_plan if layer.cross else here._plan
         return plan(layer.head_dim, layer.value_head_dim).checked(layer)
 
     def to_calibrate(self) -> "CalibratedWaterfillConfig":
