@@ -19,8 +19,9 @@ from .refusals import TWICE, refuse_encoded, removed_tokens, stored
 
 class CrossLayer(PackedLayer):
     """A packed cross-attention layer. The first forward writes it; a later one may add to it, such as an image in a
-    later turn of a chat. What arrives is packed when the forward has succeeded. In other forwards attention reads its ``keys`` and ``values``. In a graph these are calls of
-    ``kvpass::dequantize``, which the pass fuses with attention."""
+    later turn of a chat. What arrives is packed when the forward has succeeded. In other forwards attention reads its
+    ``keys`` and ``values``; in a graph these are calls of ``kvpass::dequantize``, which the pass fuses with
+    attention."""
 
     is_cross = True
 
