@@ -14,7 +14,7 @@ from kvpass.cache.cross import CrossLayer
 from kvpass.cache.swap import cross_layers, packed_layers
 from kvpass.cache.tensor import PackedKV
 from kvpass.models.probe import calibrated_layers, probe
-from kvpass.schemes import CalibratedWaterfillConfig, IdentityConfig, KIVIConfig
+from kvpass.schemes import CalibratedWaterfillConfig, IdentityConfig, KIVIConfig, WaterfillConfig
 
 from tiny import tokens
 
@@ -63,11 +63,20 @@ def chat(model, inputs, cache=None):
     return torch.stack(found), cache
 
 
-@pytest.mark.parametrize("lowering", ["eager", "reference"])
-def test_images_of_later_turns_are_added(vision, lowering):
+@pytest.mark.slow_cases("captured prompts")
+@pytest.mark.parametrize(
+    ("scheme", "lowering"),
+    [
+        pytest.param(EXACT, "eager", id="eager"),
+        pytest.param(EXACT, "reference", id="captured steps"),
+        pytest.param(WaterfillConfig(residual=256), "reference", id="captured prompts"),
+    ],
+)
+def test_images_of_later_turns_are_added(vision, scheme, lowering):
+    """``WaterfillConfig`` captures prompts; everything here is in its exact window."""
     model, inputs = vision
     expected, untouched = chat(model, inputs)
-    kvpass.apply(model, EXACT, lowering=lowering)
+    kvpass.apply(model, scheme, lowering=lowering)
     got, cache = chat(model, inputs)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     for mine, theirs in zip(cache.layers, untouched.layers, strict=True):

@@ -14,7 +14,7 @@ from ..schemes import LayerGeometry, LayerPlan
 from .cache_state import CacheState
 from .context import ForwardContext
 from .layer import PackedLayer
-from .refusals import TWICE, refuse_encoded, removed_tokens, stored
+from .refusals import TWICE, removed_tokens, stored
 
 
 class CrossLayer(PackedLayer):
@@ -51,8 +51,6 @@ class CrossLayer(PackedLayer):
             raise KVPassError(TWICE)
         self.arrived = key_states, value_states
         if length_of(context.length):
-            if torch.compiler.is_dynamo_compiling():
-                refuse_encoded()
             past = [self._dequantize(state, None) for state in self.states()]
             key_states, value_states = (torch.cat(pair, 2) for pair in zip(past, self.arrived, strict=True))
         return key_states, value_states

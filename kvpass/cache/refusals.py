@@ -74,11 +74,6 @@ def refuse_number_of_tokens() -> NoReturn:
 
 
 @torch.compiler.assume_constant_result
-def refuse_encoded() -> NoReturn:
-    raise NotCapturedError("the model stores an encoder's output, such as an image, in this call")
-
-
-@torch.compiler.assume_constant_result
 def refuse_place(found: torch.dtype, on: torch.device, dtype: torch.dtype, device: torch.device) -> NoReturn:
     raise KVPassError(
         f"The model computed keys or values in {found} on {on}, but kvpass was applied when they were {dtype} on "
