@@ -25,6 +25,13 @@ def queries_of_latent(
     Returns None if keys and values are not linear in what is cached, or if there are too few tokens to know: fewer than
     2 (R + D_r).
     """
+    with torch.autocast(latent.device.type, enabled=False):
+        return _queries(latent, rotary, query, key, value, scale)
+
+
+def _queries(
+    latent: Tensor, rotary: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> Tensor | None:
     rank, heads, dim = latent.shape[-1], key.shape[1], key.shape[-1]
     cached = torch.cat([latent, rotary], -1).flatten(0, 2)
     needed = _TOKENS_PER_UNKNOWN * cached.shape[-1]

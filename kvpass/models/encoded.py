@@ -42,9 +42,9 @@ def encoded_images(model: nn.Module, tokens: int) -> dict[str, torch.Tensor]:
     hidden_size]`` in the dtype of ``model``. Empty if its forward has no such argument."""
     if _IMAGES not in inspect.signature(model.forward).parameters:
         return {}
-    of_text: Any = model
-    width = of_text.config.get_text_config(decoder=True).hidden_size
-    return {_IMAGES: torch.zeros(1, tokens, width, dtype=of_text.dtype, device=of_text.device)}
+    decoder: Any = model
+    width = decoder.config.get_text_config(decoder=True).hidden_size
+    return {_IMAGES: torch.zeros(1, tokens, width, dtype=decoder.dtype, device=decoder.device)}
 
 
 def _width(model: Any, encoder: nn.Module) -> int:

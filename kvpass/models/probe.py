@@ -250,14 +250,16 @@ def _geometries(cache: Cache, config: PretrainedConfig) -> dict[int, LayerGeomet
 def _with_images(
     model: nn.Module, layers: dict[int, LayerGeometry | str], config: PretrainedConfig
 ) -> dict[int, LayerGeometry | str]:
-    """``layers``, with the geometry of those that store an encoded image, and nothing of a text."""
+    """``layers``, with the geometry of those that store nothing of a text but the encoder's output for an image."""
     images = encoded_images(model, tokens=3)
     if not images or not any(isinstance(layer, StoresNoText) for layer in layers.values()):
         return layers
-    cache = fresh_cache(model)
-    with torch.no_grad():
-        model(**some_tokens(model), **images, **handing(model, cache), use_cache=True)
-    found = dict(layers)
+    cache, found = fresh_cache(model), dict(layers)
+    try:
+        with torch.no_grad():
+            model(**some_tokens(model), **images, **handing(model, cache), use_cache=True)
+    except Exception:  # the argument means something else here
+        return layers
     for index, held in geometries([held_by(layer, config) for layer in cache.layers]).items():
         if isinstance(layers[index], StoresNoText) and isinstance(held, LayerGeometry):
             found[index] = replace(held, cross=True, previous_layer=None)

@@ -129,13 +129,8 @@ class WaterfillConfig(StorageConfig):
         )
 
     def _cross_plan(self, head_dim: int, value_head_dim: int) -> LayerPlan:
-        keys, values = (
-            self._quantizer(dim, _alike(*fields))
-            for dim, *fields in (
-                (head_dim, self.key_fields, self.rich_key_fields),
-                (value_head_dim, self.value_fields, self.rich_value_fields),
-            )
-        )
+        keys = self._quantizer(head_dim, _alike(self.key_fields, self.rich_key_fields))
+        values = self._quantizer(value_head_dim, _alike(self.value_fields, self.rich_value_fields))
         all_at_once = replace(self, recent=0)  # no token of an encoder is newer than the others
         return LayerPlan(
             CodecSpec(keys, all_at_once.key_retention(), Transform(center=self.center)),
