@@ -7,6 +7,7 @@ from torch import Tensor
 _TOKENS_PER_UNKNOWN = 2
 _NOT_LINEAR = 1e-2  # relative squared error of keys or values from which the latent is not what they are expanded from
 _RIDGE = 1e-6  # of the mean diagonal
+_CHECKED = 4  # one in as many tokens is predicted, to see whether weights were found
 
 
 def queries_of_latent(
@@ -38,7 +39,7 @@ def _queries(
     if len(cached) < needed or query.shape[1] % heads:
         return None
     some = torch.linspace(0, len(cached) - 1, needed, device=cached.device).long()
-    expanded = torch.cat([key, value], -1).transpose(1, 2).flatten(0, 1).flatten(1)[some].float()
+    expanded = torch.cat([x.transpose(1, 2).flatten(0, 1)[some] for x in (key, value)], -1).flatten(1).float()
     weights = _regressed(cached[some].float(), expanded)
     if weights is None:
         return None
@@ -57,6 +58,8 @@ def _regressed(x: Tensor, y: Tensor) -> Tensor | None:
     """Weights ``[C, O]`` with ``x @ weights`` equal to ``y``, ``[N, C]`` and ``[N, O]``; None if there are none."""
     moment = x.double().mT @ x.double()
     ridge = _RIDGE * moment.diagonal().mean() * torch.eye(len(moment), dtype=moment.dtype, device=x.device)
-    weights: Tensor = torch.linalg.solve_ex(moment + ridge, (x.mT @ y).double())[0].float()
-    error = (x @ weights - y).square().sum() / y.square().sum()
+    inverse: Tensor = torch.linalg.inv_ex(moment + ridge)[0]
+    weights = (inverse @ x.double().mT).float() @ y
+    some = slice(None, None, _CHECKED)
+    error = (x[some] @ weights - y[some]).square().sum() / y[some].square().sum()
     return weights if error < _NOT_LINEAR else None
