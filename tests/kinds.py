@@ -54,6 +54,11 @@ KINDS = {
     "logquant": Kind(LogQuantConfig(window=8, group_size=8)),
     "xquant": Kind(XQuantConfig(**SMALL, depth=None, kq=2, vq=2, km=0, vm=0)),
     "kivi, layers that are not packed": Kind(KIVIConfig(**SMALL), lambda: ZOO["Gemma 3"].model("sdpa")),
+    "kivi, latents": Kind(KIVIConfig(**SMALL), lambda: ZOO["DeepSeek-V3"].model("sdpa")),
+    "waterfill, latents": Kind(
+        WaterfillConfig(residual=16, recent=8, sinks=2), lambda: ZOO["DeepSeek-V3"].model("sdpa")
+    ),
+    "identity, sliding windows": Kind(IdentityConfig(residual=8), lambda: ZOO["Mistral, sliding"].model("sdpa")),
     "kivi, cross-attention": Kind(KIVIConfig(**SMALL), lambda: ZOO["BART"].model("sdpa")),
     "kivi before RoPE": Kind(KIVIConfig(**SMALL, rope="pre"), captured=True),
     "kivi+h2o": Kind(
