@@ -18,7 +18,7 @@ of the prompt's queries selects them; values reuse the selection of their keys.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -262,8 +262,8 @@ class Allocation(Ranked, Codec, name="allocated"):
     pairs, singles: number of bit pairs and of single bits per 16 channels: (2 * pairs + singles) / 16 bits per value.
         A channel has at most one single bit, so ``singles`` in 16 channels have an odd bit width.
     block_size: number of neighbouring channels that are decorrelated together; 1 means no decorrelation.
-    weighted: weight errors by the prompt's queries; otherwise errors cost the same in all channels.
-    optional: store tokens without queries, too, as if not ``weighted``.
+    weighted: weight errors by the prompt's queries, or, with "optional", by those that the call has; otherwise errors
+        cost the same in all channels.
     rich_pairs, rich_singles: ``pairs`` and ``singles`` for the high-precision tokens of a page. If both are 0, all
         tokens of a page have the same bit widths.
     follows: take the high-precision tokens from the layer's keys; otherwise the prompt's queries select them.
@@ -272,11 +272,10 @@ class Allocation(Ranked, Codec, name="allocated"):
     pairs: int
     singles: int
     block_size: int
-    weighted: bool
+    weighted: bool | Literal["optional"]
     rich_pairs: int = 0
     rich_singles: int = 0
     follows: bool = False
-    optional: bool = False
 
     tensors = {"codes": Kept(_page, torch.uint8)}
     quantizes_with: ClassVar[tuple[str, ...]] = ("basis", "fields", "queries")
@@ -295,8 +294,6 @@ class Allocation(Ranked, Codec, name="allocated"):
             raise KVPassError("rich_pairs=0: per-token bit widths need at least one pair of bits.")
         if self.follows and not self.ranked:
             raise KVPassError("follows=True needs per-token bit widths: set rich_pairs or rich_singles.")
-        if self.optional and self.chooses:
-            raise KVPassError("optional=True: without queries no tokens can be chosen for more bits.")
 
     @property
     def ranked(self) -> bool:
@@ -336,11 +333,11 @@ class Allocation(Ranked, Codec, name="allocated"):
 
     @property
     def needs_queries(self) -> bool:
-        return self.takes_queries and not self.optional
+        return self.weighted is True or self.chooses
 
     @property
     def takes_queries(self) -> bool:
-        return self.weighted or self.chooses
+        return bool(self.weighted) or self.chooses
 
     def sequence(self, spec: CodecSpec) -> dict[str, Kept]:
         """``basis`` ``[B, H, D, b]``, which holds the error metric until the basis is fitted; ``fields``

@@ -44,7 +44,9 @@ class LayerPlan:
             return replace(self, key=replace(self.key, transform=as_it_is)).checked(layer)
         if layer.latent and self.key.quantizer.per == "channel" != self.value.quantizer.per:
             same = replace(self.key.quantizer, subspace=None)
-            return replace(self, value=replace(self.key, quantizer=same, own_codes=self.value.own_codes)).checked(layer)
+            transform = replace(self.key.transform, center=False)
+            value = replace(self.key, quantizer=same, transform=transform, own_codes=self.value.own_codes)
+            return replace(self, value=value).checked(layer)
         if self.evicts and self.key.retention != self.value.retention:
             raise KVPassError(
                 "With eviction, keys and values must leave the residual window together: give both the same retention."

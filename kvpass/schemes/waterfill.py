@@ -102,17 +102,18 @@ class WaterfillConfig(StorageConfig):
         return self.retention or Retention(self.recent + self.residual, self.residual, self.sinks)
 
     def _quantizer(
-        self, head_dim: int, fields: _Fields, weighted: bool = False, rich: _Fields = (0, 0), **options: bool
-    ) -> Quantizer:
+        self, head_dim: int, fields: _Fields, weighted: bool | Literal["optional"] = False, rich: _Fields = (0, 0),
+        follows: bool = False,
+    ) -> Quantizer:  # fmt: skip
         codec = ByHead if self.by_head and any(rich) else Allocation
-        allocation = codec(*fields, gcd(self.block_size, head_dim), weighted, *rich, **options)
+        allocation = codec(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
         return Quantizer(8, "token", head_dim, codec=allocation)
 
     def _plan(self, head_dim: int, value_head_dim: int) -> LayerPlan:
         page_rope = self.rope == "pre" and self.retention is None  # otherwise the tokens of a page are not neighbours
         keys = self._quantizer(head_dim, self.key_fields, self.weighted, self.rich_key_fields)
         follows = any(self.rich_value_fields)
-        values = self._quantizer(value_head_dim, self.value_fields, False, self.rich_value_fields, follows=follows)
+        values = self._quantizer(value_head_dim, self.value_fields, False, self.rich_value_fields, follows)
         return LayerPlan(
             CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center, page_rope=page_rope)),
             CodecSpec(values, self.value_retention()),
@@ -121,11 +122,10 @@ class WaterfillConfig(StorageConfig):
     def _latent_plan(self, latent_dim: int, rotary_dim: int) -> LayerPlan:
         pairs, singles = _alike(self.key_fields, self.rich_key_fields)
         latent, rotary = _at_most(pairs + _MORE_OF_LATENT, singles), (pairs, singles)
-        center = Transform(center=self.center)
-        of_latent = self._quantizer(latent_dim, latent, self.weighted, optional=True)
+        of_latent = self._quantizer(latent_dim, latent, self.weighted and "optional")
         return LayerPlan(
-            CodecSpec(of_latent, self.key_retention(), center),
-            CodecSpec(self._quantizer(rotary_dim, rotary), self.value_retention(), center),
+            CodecSpec(of_latent, self.key_retention(), Transform(center=self.center)),
+            CodecSpec(self._quantizer(rotary_dim, rotary), self.value_retention()),
         )
 
     def _cross_plan(self, head_dim: int, value_head_dim: int) -> LayerPlan:
