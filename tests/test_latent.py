@@ -22,7 +22,6 @@ from kvpass.compile.normalise import in_place, normalise
 from kvpass.eval.size import bits_at
 from kvpass.layout.window import length_tensor
 from kvpass.lowering import tiles
-from kvpass.lowering.table import LATENT, UNEQUAL, DispatchKey, select
 from kvpass.runtime.transformers import TransformersRuntime
 from kvpass.schemes import IdentityConfig, LayerGeometry
 
@@ -366,14 +365,6 @@ def test_a_latent_is_stored_by_what_its_errors_do_to_attention(deepseek, monkeyp
     _, without, _ = steps(model, scheme, lowering="eager")
     for mine, theirs in zip(without.layers, other.layers, strict=True):
         torch.testing.assert_close(mine.keys + 0, theirs.keys + 0, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("scheme", ["waterfill", "kivi", "kivi-4", "higgs", "squat"])
-def test_kernels_read_the_pages_of_latents_on_cpus(scheme):
-    layer = LayerGeometry(0, 1, 1, 64, torch.float32, torch.device("cpu"), None, 1, 32, latent=True)
-    plan = schemes.get(scheme).plan_of(layer)
-    specs = str(plan.key), str(plan.value)
-    assert select(DispatchKey("attend", "cpu", specs, 1, 64, torch.float32, (LATENT, UNEQUAL))).name == "inductor-tiled"
 
 
 def test_a_rotary_part_is_quantized_as_keys_are():

@@ -13,7 +13,7 @@ from kvpass.lowering import reference, tiles
 from kvpass.lowering.call_types import AttendCall
 from kvpass.lowering.partial_attention import Partial, attend_partially
 from kvpass.lowering.reference import dequantize_predicted
-from kvpass.lowering.table import DispatchKey, few, select
+from kvpass.lowering.table import LATENT, UNEQUAL, DispatchKey, few, select
 from kvpass.schemes import LayerGeometry, available, get
 
 from common import coded, naive_attention, only_reference, randn, state_of
@@ -283,3 +283,11 @@ def test_parts_that_see_nothing_count_nothing():
     assert (both.out == 0).all() and both.lse.item() == -torch.inf
     something = Partial(torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1))
     assert (both.and_also(something).out == 1).all()
+
+
+@pytest.mark.parametrize("scheme", ["waterfill", "kivi", "kivi-4", "higgs", "squat"])
+def test_kernels_read_the_pages_of_latents_on_cpus(scheme):
+    layer = LayerGeometry(0, 1, 1, 64, torch.float32, CPU, None, 1, 32, latent=True)
+    plan = get(scheme).plan_of(layer)
+    specs = str(plan.key), str(plan.value)
+    assert select(DispatchKey("attend", "cpu", specs, 1, 64, torch.float32, (LATENT, UNEQUAL))).name == "inductor-tiled"
