@@ -25,6 +25,7 @@ from kvpass.schemes import (
 )
 
 from common import randn
+from shrink import find
 from tiny import calibrated, llama, tokens
 from zoo import ZOO
 
@@ -58,6 +59,8 @@ KINDS = {
     "waterfill, latents": Kind(
         WaterfillConfig(residual=16, recent=8, sinks=2), lambda: ZOO["DeepSeek-V3"].model("sdpa")
     ),
+    "identity, an indexer": Kind(IdentityConfig(residual=8), lambda: find("DeepseekV32ForCausalLM").model()),
+    "identity, states": Kind(IdentityConfig(residual=8), lambda: find("FalconH1ForCausalLM").model()),
     "identity, sliding windows": Kind(IdentityConfig(residual=8), lambda: ZOO["Mistral, sliding"].model("sdpa")),
     "kivi, cross-attention": Kind(KIVIConfig(**SMALL), lambda: ZOO["BART"].model("sdpa")),
     "kivi before RoPE": Kind(KIVIConfig(**SMALL, rope="pre"), captured=True),

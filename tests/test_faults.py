@@ -42,6 +42,8 @@ def possible(kind: str, name: str, every: bool) -> bool:
     """Whether a call is possible, and short enough."""
     if "not packed" in kind and name in ("crop", "crop beyond the window", "reorder", "select"):
         return False  # transformers changes other layers one by one; an interrupted change goes unnoticed
+    if name.startswith("crop") and "states" in kind:
+        return False  # refused: no earlier recurrent state is kept
     if name == "crop beyond the window" and "+" in kind:
         return False  # evicted tokens are gone
     if name == "select" and "cross" in kind:
