@@ -56,27 +56,17 @@ class CrossLayer(PackedLayer):
         return key_states, value_states
 
     def store(self) -> None:
-        """Store what arrived in the forward that ends. Raises `KVPassError` if it does not fit the other layers."""
-        if self.arrived is None:
-            return
-        arrived, self.arrived = self.arrived, None
-        cache, before, (batch, _, new, _) = self.cache, self.written, arrived[0].shape
-        total = before + new
-        started = cache.tokens > before
-        if (started and cache.tokens != total) or ((started or before) and cache.batch != batch):
-            raise KVPassError(
-                f"The model stores {new} tokens of its encoder in {batch} rows of one cross-attention layer, and "
-                f"{cache.tokens - before} in {cache.batch} rows of others or earlier. All layers of a packed cache "
-                "have the same length and batch size. Pass a fresh cache."
-            )
+        """Store what arrived in the forward that ends."""
+        batch, _, new, _ = self.arrived[0].shape
+        before, total = self.written, self.written + new
         if self.is_allocated and len(self.key_state.ring) != batch:  # after a reset the batch size may change
             self.forget()
         self._allocate(batch, self.max_cache_len or total)
-        for which, (state, x) in enumerate(zip(self.states(), arrived, strict=True)):
+        for which, (state, x) in enumerate(zip(self.states(), self.arrived, strict=True)):
             state.reserve(total)
             state.wrote(before, total)
             self._append(state, self._placed(x), which)
-        cache.batch, cache.tokens, cache.seen = batch, total, total
+        self.cache.batch, self.cache.tokens, self.cache.seen = batch, total, total
         self.written = total
 
     def _stored(self) -> int:
@@ -128,13 +118,26 @@ def running(layers: Sequence[CacheLayerMixin], own: CacheState) -> Iterator[None
             torch._dynamo.maybe_mark_dynamic(cross.context.length, 0)
     try:
         yield
-        for layer in packed:
-            layer.store()
+        _store([layer for layer in packed if layer.arrived is not None])
     finally:
         for layer in packed:
             layer.arrived = None
         if cross is not None:
             cross.context = None
+
+
+def _store(layers: Sequence[CrossLayer]) -> None:
+    """Store what arrived in ``layers``. Raises `KVPassError`, before any of them changes, if sizes differ or do not fit
+    what is stored."""
+    shapes = {(len(x), x.shape[2]) for layer in layers for x in layer.arrived[:1]}
+    stored = {(layer.cache.batch, layer.written) for layer in layers if layer.written}
+    if len(shapes) > 1 or any(batch != rows for batch, _ in shapes for rows, _ in stored):
+        raise KVPassError(
+            f"The model stores {sorted(shapes)} rows and tokens of its encoder in cross-attention layers, behind "
+            f"{sorted(stored)}. All layers of a packed cache have the same length and batch size. Pass a fresh cache."
+        )
+    for layer in layers:
+        layer.store()
 
 
 def _refuse_unless_consistent(cross: CacheState, layers: list[CrossLayer], own: CacheState) -> None:

@@ -43,6 +43,7 @@ class Collected:
     ):  # fmt: skip
         self.model, self.data, self.rope, self.folder = model, data, rope, folder
         self.groups, self.progress = groups, progress
+        self._names = [digest(ids) for ids in data]
         self._there: list[int] = []  # groups whose files are complete, in the order of reading
 
     def __len__(self) -> int:
@@ -70,7 +71,7 @@ class Collected:
 
     def _path(self, sequence: int, group: int) -> Path:
         part = f"-{group + 1}-of-{len(self.groups)}" if len(self.groups) > 1 else ""
-        return self.folder / f"sequence-{digest(self.data[sequence])}{part}.safetensors"
+        return self.folder / f"sequence-{self._names[sequence]}{part}.safetensors"
 
     @torch.no_grad()
     def collect(self, group: int = 0) -> None:

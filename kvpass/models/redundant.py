@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cache.swap import cache_layers
 from .arguments import CACHE_NAMES, handing
 from .encoded import has_encoder
 from .probe import fresh_cache, some_tokens
@@ -82,9 +83,7 @@ def _facts(model: nn.Module, positioned: bool, names: Iterable[str]) -> tuple[li
             tensors.append(output[0])
     except Exception:  # models raise anything for arguments that they do not take
         return None
-    parts = [getattr(cache, name, cache) for name in ("self_attention_cache", "cross_attention_cache")]
-    layers = [layer for part in parts for layer in part.layers]
-    tensors += [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    tensors += [getattr(layer, name, None) for layer in cache_layers(cache) for name in ("keys", "values")]
     return kinds, [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 

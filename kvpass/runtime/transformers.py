@@ -16,7 +16,7 @@ from ..cache.cache_state import CacheState
 from ..cache.cross import running
 from ..cache.layer import PackedLayer
 from ..cache.query_capture import QueryCapture
-from ..cache.swap import cache_layers, cross_layers, layers_of, state_of, swap_cross_layers, swap_layers
+from ..cache.swap import cache_layers, cross_layers, layers_of, parts_of, state_of, swap_cross_layers, swap_layers
 from ..compile.report import listed
 from ..errors import KVPassError, NotCapturedError
 from ..models.arguments import CACHE_NAMES, cache_argument
@@ -227,8 +227,7 @@ class TransformersRuntime(Runtime):
         return state
 
     def _swap(self, cache: Cache) -> CacheState:
-        own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        put_back = layers_of(cache)
+        own, put_back = parts_of(cache)[0], layers_of(cache)
         try:
             state = swap_layers(own, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
             if self.cross:
