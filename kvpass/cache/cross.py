@@ -118,11 +118,12 @@ def running(layers: Sequence[CacheLayerMixin], own: CacheState) -> Iterator[None
             torch._dynamo.maybe_mark_dynamic(cross.context.length, 0)
     try:
         yield
-        _store([layer for layer in packed if layer.arrived is not None])
-    finally:
-        for layer in packed:
-            layer.arrived = None
         if cross is not None:
+            _store([layer for layer in packed if layer.arrived is not None])
+    finally:
+        if cross is not None:
+            for layer in packed:
+                layer.arrived = None
             cross.context = None
 
 
