@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --out results --stages correct    # only the first
 
 correct     the op that attends, against the reference: schemes, dtypes, masks, left padding, 1, 4 and 16 queries,
-            batches of 1, 17 and 32
+            batches of 1, 17 and 32; cross-attention
 generates   a small model through ``generate``: padded batches, drafts, beams; replayed and not, against the reference
 replays     steps of a small model as CUDA graphs (mode="reduce-overhead"), against the reference step by step
 tune        launch configurations of attention, shipped ones and others; the fastest is kept for this device
@@ -13,6 +13,8 @@ attend      time of attention, compared with attention over bfloat16 (SDPA's fla
             bandwidth
 latent      the kernel over a latent (MLA), which "auto" does not choose, against the reference; and its time beside
             dequantizing the latent first and beside attention over a bfloat16 latent
+prompts     512 queries behind stored tokens: the kernels, which "auto" does not choose for them, beside dequantizing the
+            stored tokens first; time, and peak memory
 step        a step of 8B parameters: time of the host, time of the GPU and the slowest kernels, compared with
             transformers' static cache compiled with CUDA graphs
 due         every step of a model of 8 such layers: median, mean, and the long ones, of which one in 32 quantizes pages
@@ -67,14 +69,18 @@ def cases(schemes=(*SCHEMES, "waterfill", "waterfill-3"), dtypes=(torch.bfloat16
         masks = (None, "bool", "float", "left") if batch == 17 or queries == 1 else (None,)
         for mask in masks:
             yield dict(scheme=scheme, dtype=dtype, batch=batch, queries=queries, mask=mask, length=1000)
+    for scheme, queries in itertools.product(schemes, (1, 4)):
+        if scheme != "kivi-pre":  # cross-attention has no rotary embedding
+            yield dict(scheme=scheme, dtype=torch.bfloat16, batch=1, queries=queries, cross=True, length=1000)
 
 
 def attention(
     scheme: str, dtype: torch.dtype, batch: int, queries: int, length: int, device: torch.device,
-    mask: str | None = None, heads: int = 32, kv_heads: int = 8, head_dim: int = 128,
+    mask: str | None = None, cross: bool = False, heads: int = 32, kv_heads: int = 8, head_dim: int = 128,
 ) -> Callable[[str], torch.Tensor]:  # fmt: skip
     """One layer's attention after ``length`` tokens of noise, by the name of a lowering: ``[B, H_q, S, D]``. A mask
-    hides the first tokens of every sample but the last; "left" is the same padding, given as row starts."""
+    hides the first tokens of every sample but the last; "left" is the same padding, given as row starts. ``cross``:
+    there are no new keys."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -84,6 +90,8 @@ def attention(
     states = packed_states(plan, *(noise(batch, kv_heads, length, head_dim) for _ in range(2)))
     q, k, v = noise(batch, heads, queries, head_dim), *(noise(batch, kv_heads, queries, head_dim) for _ in range(2))
     hidden, others = None, _tables(states)
+    if cross:
+        k, v = k[:, :, :0], v[:, :, :0]
     if mask == "left":
         others["starts"] = torch.full((batch,), length // 3, device=device)
         others["starts"][max(1, batch - 1) :] = 0
@@ -95,7 +103,7 @@ def attention(
             hidden = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(~hidden, torch.finfo(dtype).min)
     arguments = (
         q, *(state.pack for state in states), states[0].length_tensor(length), k, v, hidden,
-        hidden is None and queries > 1, head_dim**-0.5, 0.0, *(state.text for state in states),
+        hidden is None and queries > 1 and not cross, head_dim**-0.5, 0.0, *(state.text for state in states),
     )  # fmt: skip
     return lambda lowering: torch.ops.kvpass.attend(*arguments, lowering, **others)[0]
 
@@ -272,6 +280,29 @@ def latent(
         yield row | {name: _tried(seconds, [run]) for name, run in runs.items()}
 
 
+def prompts(
+    device: torch.device, schemes=("kivi", "kivi-4", "higgs"), lengths=(8192, 32768, 131072), queries: int = 512,
+    shape=(32, 8, 128), lowering: str = "triton-prompt",
+) -> Iterator[dict]:  # fmt: skip
+    """Seconds and peak bytes of the attention of ``queries`` tokens, by variant."""
+    cuda, sizes = device.type == "cuda", dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
+    for scheme, length in itertools.product(schemes, lengths):
+        row: dict = dict(scheme=scheme, length=length)
+        run = attention(scheme, torch.bfloat16, 1, queries, length, device, **sizes)
+        try:
+            row["good"] = _close(torch.bfloat16, run(lowering), run("reference"))
+        except Exception as error:
+            row |= dict(good=False, error=f"{type(error).__name__}: {error}"[:500])
+        for name, variant in ("kernel", lowering), ("dequantized", "auto"):
+            row[name] = _tried(replayed if cuda else in_turn, [partial(run, variant)])
+            if cuda:
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                run(variant)
+                row[f"{name}, bytes"] = torch.cuda.max_memory_allocated() - before
+        yield row
+
+
 def _tried(seconds: Callable, calls: list[Callable]) -> float | str:
     """The ``seconds`` of ``calls``, or the reason why there are none."""
     try:
@@ -306,7 +337,7 @@ def in_vllm(
 
 STAGES: dict[str, Callable[..., Iterator[dict]]] = {
     "correct": correct, "generates": generates, "replays": replays, "tune": tune, "attend": attend, "latent": latent,
-    "step": step, "due": due, "throughput": throughput, "quantize": quantize, "capacity": capacity, "vllm": in_vllm,
+    "prompts": prompts, "step": step, "due": due, "throughput": throughput, "quantize": quantize, "capacity": capacity, "vllm": in_vllm,
 }  # fmt: skip
 
 

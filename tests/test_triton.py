@@ -110,7 +110,7 @@ def calls(draw):
     dim = draw(st.sampled_from((16, 48, 64, 80, 96)))
     shape = dict(
         n=draw(st.one_of(st.integers(0, 140), st.sampled_from((0, 64, 128)))),
-        queries=draw(st.one_of(st.just(1), st.integers(1, 16))),
+        queries=draw(st.one_of(st.just(1), st.integers(1, 16), st.integers(17, 40))),
         heads=draw(st.integers(1, 2)),
         repeats=draw(st.sampled_from((1, 2, 3, 7))),
         batch=draw(st.integers(1, 2)),
@@ -172,6 +172,19 @@ KIVI = coded(2, "channel", 32, 32), coded(2, "token", 32, 32, residual=32)
 
 def test_attend_with_nine_query_heads_on_three_and_sixteen_queries_needs_two_tiles():
     arguments = attend_arguments(KIVI, 150, 16, heads=3, repeats=3, dim=64, causal=True, dtype=torch.bfloat16)
+    assert_attends_as_the_reference(arguments)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 20])
+def test_cross_attention_has_no_new_tokens(queries):
+    arguments = attend_arguments(KIVI, 150, queries, batch=2)
+    arguments[4:6] = (x[:, :, :0] for x in arguments[4:6])
+    assert_attends_as_the_reference(arguments)
+
+
+@pytest.mark.parametrize("n", [0, 20, 150])
+def test_attend_with_a_prompt_behind_stored_tokens(n):
+    arguments = attend_arguments(KIVI, n, 45, heads=1, repeats=3, causal=True)
     assert_attends_as_the_reference(arguments)
 
 
@@ -597,6 +610,7 @@ TOY = {
     "tune": dict(schemes=("kivi",), length=96, batches=(1,), shape=(4, 2, 64), lowering="reference", most=3),
     "attend": dict(schemes=("kivi", "kivi-pre"), lengths=(128,), batches=(2,), shape=(4, 2, 64), lowering="reference"),
     "latent": dict(schemes=("kivi",), lengths=(96,), batches=(2,), shape=(4, 64, 32), lowering="reference"),
+    "prompts": dict(schemes=("kivi",), lengths=(96,), queries=20, shape=(4, 2, 64), lowering="reference"),
     "quantize": dict(schemes=("kivi",), lengths=(64,), shape=(4, 2, 64), lowering="reference", rounds=1),
     "capacity": {},
     "generates": dict(schemes=("kivi",), prompt=40, new=12, shape=(1, 128, 4, 2), lowering="auto"),

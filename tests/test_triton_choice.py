@@ -10,9 +10,11 @@ from kvpass import KVPassError
 from kvpass.codec import Subspace
 from kvpass.layout.pool import bucket
 from kvpass.lowering.table import DispatchKey, select
+from kvpass.schemes import KIVIConfig, LayerGeometry, get
 
 from common import ROUNDS_IN_INDUCTOR, changed_table, coded, only_reference
 from tiny import called, llama, step_by_step, tokens
+from zoo import ZOO
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", minversion="3.7" if DEVICE == "cpu" else None)  # as in `test_triton`
@@ -79,7 +81,6 @@ def test_attend_refuses_unsupported_calls_with_the_reason(spec):
 @pytest.mark.parametrize(
     "changed, reason",
     [
-        (dict(queries=0), "1 to 16 query tokens"),
         (dict(head_dim=512), "head_dim must be from 16 to 256"),
         (dict(device="xpu"), "CUDA"),
     ],
@@ -88,6 +89,34 @@ def test_attend_refuses_unsupported_calls_with_the_reason(spec):
 def test_attend_refuses_unsupported_specs(changed, reason):
     with pytest.raises(KVPassError, match=reason):
         select(dispatch("attend", *KIVI, **changed), "triton")
+
+
+def test_prompts_take_the_kernels_by_name_only():
+    prompt = dispatch("attend", *KIVI, queries=0, device="cuda")
+    assert select(prompt, "triton").name == "triton-prompt"
+    assert not select(prompt).name.startswith("triton")
+
+
+def test_prompts_behind_pages_with_per_channel_bit_widths_are_refused():
+    layer = LayerGeometry(0, 1, 2, 64, torch.float32, torch.device("cpu"))
+    plan = get("waterfill").plan(layer)
+    with pytest.raises(KVPassError, match="1 to 16 query tokens"):
+        select(dispatch("attend", plan.key, plan.value, queries=0), "triton")
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_the_kernels_attend_to_an_encoder():
+    """Cross-attention: a call has no new keys."""
+    ids, logits = tokens(2, 60).to(DEVICE), []
+    for lowering in ("triton", "eager"):
+        scheme = KIVIConfig(residual=16, group_size=16)
+        model = kvpass.apply(ZOO["BART"].model("sdpa").to(DEVICE), scheme, lowering=lowering)
+        out = model.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True)
+        logits.append(torch.stack(out.logits))
+        report = kvpass.explain(model)
+        assert (report.fused, "attend: triton" in str(report)) == ((4, True) if lowering == "triton" else (0, False))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("op", ["quantize", "append_", "append_layers_"])

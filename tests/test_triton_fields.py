@@ -133,6 +133,13 @@ FIELDS = {
 }
 
 
+@pytest.mark.parametrize("case", ["after RoPE", "bits by head, after RoPE, several queries"])
+def test_cross_attention_has_no_new_tokens(case):
+    given, others = call(**CALLS[case])
+    given[4:6], given[7] = (x[:, :, :0] for x in given[4:6]), False
+    assert_is_a_rounding_of_the_reference(given, others)
+
+
 @pytest.mark.slow_cases(
     "sixteen queries", "bias, softcap", "float16, three queries", "not centred", "some channels turned"
 )

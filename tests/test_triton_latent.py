@@ -49,6 +49,7 @@ CASES = {
     ),
     "a draft, more rows than a tile": dict(specs=KIVI, n=150, queries=4, heads=7, causal=True),
     "odd ranks": dict(specs=[coded(2, "channel", 16, 16), coded(3, "token", 8, 16)], n=90, ranks=(48, 24)),
+    "a prompt": dict(specs=KIVI, n=100, queries=20, heads=2, causal=True),
     "float16": dict(specs=KIVI, n=170, dtype=torch.float16),
     "bfloat16": dict(specs=KIVI, n=170, dtype=torch.bfloat16),
 }

@@ -282,8 +282,8 @@ def attend_allocated(call: AttendCall[Pack]) -> list[Tensor]:
         rules = rules_of(call, mask, config.queries)
         attend_fields[batch * groups, splits + 1, tiles](
             q, keys.pages, keys.places, key.ring, values.pages, values.places, values.middles, value.ring, k_new,
-            v_new.contiguous(), *projected, mask, summed, exact, lse, length, queries, call.scale, keys.size,
-            values.size, keys.capacity, values.capacity, *of_mask, pages, config.exact, rules, K, V,
+            v_new.contiguous(), *projected, mask, summed, exact, lse, length, queries, k_new.shape[2], call.scale,
+            keys.size, values.size, keys.capacity, values.capacity, *of_mask, pages, config.exact, rules, K, V,
             _exact_layout(k_spec, head_dim), W, N, bool(tables.rope), config.stages,
             num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
         )  # fmt: skip

@@ -105,11 +105,11 @@ def _over_pages(
     return peak, total, out
 
 
-@triton.jit(do_not_specialize=["queries", "mask_batch", "mask_head", "mask_query"])
+@triton.jit(do_not_specialize=["queries", "new", "mask_batch", "mask_head", "mask_query"])
 def attend_split(
     q, k_codes, k_scale, k_zero, k_ring, v_codes, v_scale, v_zero, v_ring, k_new, v_new, q_packed, shift, k_points,
-    v_points, lower, boosted, cos, sin, center, mask, starts, partial, partial_lse, length, queries, scale, k_stride,
-    k_params, v_stride, v_params, table_batch, table_row, mask_batch, mask_head, mask_query,
+    v_points, lower, boosted, cos, sin, center, mask, starts, partial, partial_lse, length, queries, new, scale,
+    k_stride, k_params, v_stride, v_params, table_batch, table_row, mask_batch, mask_head, mask_query,
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
     EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +122,7 @@ def attend_split(
     is valid for any number of tokens, which the splits share. The first ``v_rows`` rows of pages are packed in keys and
     values; further rows up to ``k_rows`` are packed in keys only. Keys in pages are multiplied with the queries
     ``q_packed``, which are rotated instead of the keys, and ``shift`` is added to the products. ``starts`` is the
-    number of padding tokens of each sample.
+    number of padding tokens of each sample. ``new``: tokens of ``k_new``; none in cross-attention.
     """
     n = tl.load(length).to(tl.int32)
     k_rows, v_rows = packed_rows(n, K), packed_rows(n, V)
@@ -134,13 +134,13 @@ def attend_split(
     v_zero = zero_points_of(v_zero, group, v_params, V)
     value = Pool(v_codes + group * v_stride, v_scale + group * v_params, v_zero, v_points, None, None)
     k_ring, v_ring = k_ring + group * (K.sinks + K.window) * K.dim, v_ring + group * (V.sinks + V.window) * K.dim
-    k_new, v_new = k_new + group * queries * K.dim, v_new + group * queries * K.dim
+    k_new, v_new = k_new + group * new * K.dim, v_new + group * new * K.dim
     rope = Rope(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)
     start = tl.load(starts + group // Q.groups).to(tl.int32) if starts is not None else None
-    call = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query, start)
+    call = Call(n, queries, new, scale, shift, mask, mask_batch, mask_head, mask_query, start)
 
     attend_tile(
-        q, q_packed, key, value, k_ring, v_ring, k_new, v_new, rope, call, n, n + queries, k_rows, v_rows, partial,
+        q, q_packed, key, value, k_ring, v_ring, k_new, v_new, rope, call, n, n + new, k_rows, v_rows, partial,
         partial_lse, Q, K, V, ROWS, TOGETHER, EXACT, STAGES,
     )  # fmt: skip
 

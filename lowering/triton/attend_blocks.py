@@ -50,6 +50,7 @@ def attend_blocks(
     tokens, window = Table(window_blocks, 0, window_block, window_place), window + head * window_head
     attend_tile(
         q, q_packed, key, value, Window(k_sinks, window, tokens), Window(v_sinks, window + V.dim, tokens), None, None,
-        Rope(None, None, 0, 0, None, 0), Call(begin, queries if Q.causal else 1, scale, shift, None, 0, 0, 0), stop,
-        stop, packed_rows(n, K), packed_rows(n, V), partial, partial_lse, Q, K, V, ROWS, TOGETHER, EXACT, STAGES,
+        Rope(None, None, 0, 0, None, 0),
+        Call(begin, queries if Q.causal else 1, queries if Q.causal else 1, scale, shift, None, 0, 0, 0), stop, stop,
+        packed_rows(n, K), packed_rows(n, V), partial, partial_lse, Q, K, V, ROWS, TOGETHER, EXACT, STAGES,
     )  # fmt: skip

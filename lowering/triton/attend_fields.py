@@ -251,7 +251,7 @@ def _exact_split(
             total = total * factor + tl.sum(p, 1)
     once = rows.valid & (rows.page == 0)
     q = query_tiles(q, rows.line, once, parts, R.dim, Q)
-    packed, stop = end * K.page, call.n + call.queries
+    packed, stop = end * K.page, call.n + call.new
     for first in tl.range(0, stop - packed, EXACT, num_stages=1):
         tokens = exact_tokens(first, packed, EXACT, R)
         k = exact_keys(k_ring, k_new, tokens, call.n, stop, None, parts, R)
@@ -271,10 +271,10 @@ def _exact_split(
     tl.store(at_channel, found, mask=there[:, None] & real[None, :])
 
 
-@triton.jit(do_not_specialize=["queries", "k_size", "v_size", "mask_batch", "mask_head", "mask_query"])
+@triton.jit(do_not_specialize=["queries", "new", "k_size", "v_size", "mask_batch", "mask_head", "mask_query"])
 def attend_fields(
     q, k_pages, k_places, k_ring, v_pages, v_places, middles, v_ring, k_new, v_new, fields, sums, mean, mask, summed,
-    exact, lse, length, queries, scale, k_size, v_size, k_capacity, v_capacity, mask_batch, mask_head, mask_query,
+    exact, lse, length, queries, new, scale, k_size, v_size, k_capacity, v_capacity, mask_batch, mask_head, mask_query,
     PAGES: tl.constexpr, EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, N: tl.constexpr, PAGE_ROPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -283,9 +283,10 @@ def attend_fields(
     Grid: KV heads of all samples; splits of the pages, then one program for all other tokens, which is short; tiles of
     query rows.
 
-    The number of stored tokens is read from ``length``. ``fields``, ``sums`` and ``mean`` are results of
-    `page_queries`, with one page for all unless ``PAGE_ROPE``. ``summed`` receives the sums of the splits, in fields;
-    ``exact``, the sums of the last program, in channels; ``lse``, the log-sum-exp of all.
+    The number of stored tokens is read from ``length``. The ``queries`` query tokens are the last of the ``new`` tokens,
+    or there are no new ones (cross-attention). ``fields``, ``sums`` and ``mean`` are results of `page_queries`, with one
+    page for all unless ``PAGE_ROPE``. ``summed`` receives the sums of the splits, in fields; ``exact``, the sums of the
+    last program, in channels; ``lse``, the log-sum-exp of all.
 
     If pages hold all heads, ``k_places``, ``v_places`` and ``middles``, those of values, are results of
     `share_rows`, and pages have ``k_size`` and ``v_size`` bytes.
@@ -294,7 +295,7 @@ def attend_fields(
     k_stop, v_stop = pages_of(n, K), pages_of(n, V)
     group, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1) - 1
     of_head = Q.heads // Q.groups * queries
-    call = Call(n, queries, scale, None, mask, mask_batch, mask_head, mask_query)
+    call = Call(n, queries, new, scale, None, mask, mask_batch, mask_head, mask_query)
     index = tl.arange(0, Q.tile)  # each query row once per page of an iteration
     row = tl.program_id(2) * (Q.tile // PAGES) + index // PAGES
     line, valid, query = group * of_head + row, row < of_head, row % queries
@@ -320,7 +321,7 @@ def attend_fields(
         )  # fmt: skip
     else:
         k_ring, v_ring = k_ring + group * (R.sinks + R.window) * R.dim, v_ring + group * (W.sinks + W.window) * W.dim
-        k_new, v_new = k_new + group * queries * R.dim, v_new + group * queries * R.dim
+        k_new, v_new = k_new + group * new * R.dim, v_new + group * new * R.dim
         _exact_split(
             key, k_ring, v_ring, k_new, v_new, q, of_pages, call, rows, v_stop, k_stop, exact,
             lse + (group + 1) * splits * of_head, PAGES, EXACT, Q, K, N, R, W, PAGE_ROPE,

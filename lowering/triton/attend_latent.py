@@ -65,10 +65,10 @@ def _over_pages(
     return peak, total, out
 
 
-@triton.jit(do_not_specialize=["queries", "mask_batch", "mask_head", "mask_query"])
+@triton.jit(do_not_specialize=["queries", "new", "mask_batch", "mask_head", "mask_query"])
 def attend_latent(
     q, l_codes, l_scale, l_zero, l_ring, r_codes, r_scale, r_zero, r_ring, l_new, r_new,
-    mask, starts, partial, partial_lse, length, queries, scale, l_stride, l_params, r_stride, r_params, mask_batch,
+    mask, starts, partial, partial_lse, length, queries, new, scale, l_stride, l_params, r_stride, r_params, mask_batch,
     mask_head, mask_query, Q: tl.constexpr, L: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -82,9 +82,9 @@ def attend_latent(
     latent = Pool(l_codes + group * l_stride, l_scale + group * l_params, l_zero, None, None, None)
     rotary = Pool(r_codes + group * r_stride, r_scale + group * r_params, r_zero, None, None, None)
     l_ring, r_ring = l_ring + group * (L.sinks + L.window) * L.dim, r_ring + group * (R.sinks + R.window) * R.dim
-    l_new, r_new = l_new + group * queries * L.dim, r_new + group * queries * R.dim
+    l_new, r_new = l_new + group * new * L.dim, r_new + group * new * R.dim
     start = tl.load(starts + group // Q.groups).to(tl.int32) if starts is not None else None
-    call = Call(n, queries, scale, None, mask, mask_batch, mask_head, mask_query, start)
+    call = Call(n, queries, new, scale, None, mask, mask_batch, mask_head, mask_query, start)
 
     row, row_mask, query = query_rows(tl.program_id(2) * Q.tile, group, call, Q)
     mask = mask_lines(row, row_mask, query, group, call, Q) if mask is not None else None
@@ -105,7 +105,7 @@ def attend_latent(
             peak, total, out, q, scale, mask, start, r_rows, l_rows, l_rows, latent, rotary, r_ring, True, Q, L, R,
             ROWS, STAGES,
         )  # fmt: skip
-        stop, packed = n + queries, l_rows * L.planes
+        stop, packed = n + new, l_rows * L.planes
         for first in tl.range(0, stop - packed, EXACT, num_stages=1):
             tokens = exact_tokens(first, packed, EXACT, L)
             x = ring_rows(l_ring, tokens, tokens < n, channel, col_mask, L)

@@ -69,7 +69,7 @@ def sum_attention(
     k_zero = zero_points_of(k_zero, group, k_params, K)
     key = Pool(k_codes + group * k_stride, k_scale + group * k_params, k_zero, k_points, lower, boosted)
     rope = Rope(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)
-    call, parts = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query), parts_of(K)
+    call, parts = Call(n, queries, queries, scale, shift, mask, mask_batch, mask_head, mask_query), parts_of(K)
     packed, stop = tl.cdiv(k_rows, ROWS), n + queries
     mass += group * stop
     if tile < packed:

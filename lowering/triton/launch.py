@@ -47,12 +47,25 @@ _PRODUCT = 16  # minimum rows and columns of a product
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:
+    if dispatch.specs and not dispatch.queries:
+        return f"it supports 1 to {FEW} query tokens."
+    return _refuses_any(dispatch)
+
+
+def _refuses_prompts(dispatch: DispatchKey) -> str | None:
+    if dispatch.queries:
+        return f"it attends with more than {FEW} query tokens."
+    if any(isinstance(parse(text).codec, Ranked) for text in dispatch.specs):
+        return "each page would store many queries as it sees them, which takes more memory than to dequantize it."
+    return _refuses_any(dispatch)
+
+
+def _refuses_any(dispatch: DispatchKey) -> str | None:
+    """Why no number of query tokens can be served, or None."""
     if reason := refuses_device(dispatch):
         return reason
     if not dispatch.specs:
         return "the past is already dequantized."
-    if not dispatch.queries:
-        return f"it supports 1 to {FEW} query tokens."
     if why := refuses_extras(dispatch, UNEQUAL, LATENT):
         return why
     specs = [parse(text) for text in dispatch.specs]
@@ -213,8 +226,8 @@ class _Launch:
             attend_split[self.batch * self.groups, splits, tiles](
                 q, *key, *value, self.k_new, call.v_new.contiguous(), self.packed_queries, self.shift,
                 *(points_of(spec, device) for spec in self.specs), *self.boosted, *self.rotary_tables, self.mask,
-                call.starts, partial, partial_lse, self.length, self.queries, call.scale, key[0].stride(1),
-                key[1].stride(1), value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V,
+                call.starts, partial, partial_lse, self.length, self.queries, call.k_new.shape[2], call.scale,
+                key[0].stride(1), key[1].stride(1), value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V,
                 config.rows, config.together, config.exact, config.stages, num_warps=config.warps,
                 maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
@@ -261,6 +274,7 @@ def returned_lse(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == torch.inf, -torch.inf).masked_fill(lowest, torch.finfo(lse.dtype).min)
 
 
+@implements("attend", "triton-prompt", has=_ATTENDED, refuses=_refuses_prompts, by_name_only=True, lowering="triton")
 @implements("attend", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
 def attend(call: AttendCall[Pack]) -> list[Tensor]:
     call = with_past(call)

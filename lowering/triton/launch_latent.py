@@ -13,7 +13,7 @@ from kvpass.layout.window import on_device
 
 from ..call_types import AttendCall
 from ..reference import with_past
-from ..table import FEW, LATENT, DispatchKey, implements, refuses_extras
+from ..table import LATENT, DispatchKey, implements, refuses_extras
 from .attend import merge_splits
 from .attend_latent import attend_latent
 from .configs import INTERPRETED, WIDTHS, AttendConfig, cdiv, power_of_two, refuses_device, splits_of
@@ -33,8 +33,6 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return "it attends to a latent."
     if why := refuses_extras(dispatch, "attention mass", "RoPE"):
         return why
-    if not dispatch.queries:
-        return f"it supports 1 to {FEW} query tokens."
     if dispatch.dtype is None:
         return "the dtypes of queries and cache differ."
     if dispatch.dtype == torch.float32 and not INTERPRETED:
@@ -73,8 +71,8 @@ def attend(call: AttendCall[Pack]) -> list[Tensor]:
     with torch.cuda.device_of(q):
         attend_latent[batch * groups, splits, tiles](
             q, *sides[0], *sides[1], *new, mask, call.starts, partial, partial_lse, on_device(call.length, n, q.device),
-            queries, call.scale, *strides, *of_mask, rules, L, R, _CONFIG.rows, _CONFIG.exact, _CONFIG.stages,
-            num_warps=_CONFIG.warps, enable_fp_fusion=True,
+            queries, call.k_new.shape[2], call.scale, *strides, *of_mask, rules, L, R, _CONFIG.rows, _CONFIG.exact,
+            _CONFIG.stages, num_warps=_CONFIG.warps, enable_fp_fusion=True,
         )  # fmt: skip
         merge_splits[batch * heads * queries,](
             partial, partial_lse, call.sinks, out, lse, rows, splits, queries, heads, L.dim, MERGED_AT_ONCE,

@@ -30,7 +30,8 @@ class Rules(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call: ``queries`` query tokens after ``n`` stored tokens.
+    """A call: ``new`` tokens after ``n`` stored ones. The ``queries`` query tokens are the last of the new ones, except
+    in cross-attention, which has no new tokens.
 
     shift: added to products with packed keys, one number per query row.
     mask, mask_batch, mask_head, mask_query: the mask and its strides.
@@ -39,6 +40,7 @@ class Call(NamedTuple):
 
     n: tl.tensor
     queries: tl.tensor
+    new: tl.tensor
     scale: tl.tensor
     shift: tl.tensor | None
     mask: tl.tensor | None
@@ -219,7 +221,7 @@ def exact_tokens(first, packed, EXACT: tl.constexpr, L: tl.constexpr):
 @triton.jit
 def seen_by(query, tokens, call, Q: tl.constexpr):
     """Which ``tokens`` each query sees; a single row if it is the same for all."""
-    last = call.n + (query[:, None] if Q.causal else call.queries - 1)
+    last = call.n + call.new - (call.queries - query[:, None] if Q.causal else 1)
     return from_start(tokens[None, :] <= last, tokens, call.start)
 
 
