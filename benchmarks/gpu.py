@@ -13,8 +13,8 @@ attend      time of attention, compared with attention over bfloat16 (SDPA's fla
             bandwidth
 latent      the kernel over a latent (MLA), which "auto" does not choose, against the reference; and its time beside
             dequantizing the latent first and beside attention over a bfloat16 latent
-prompts     512 queries behind stored tokens: the kernels, which "auto" does not choose for them, beside dequantizing the
-            stored tokens first; time, and peak memory
+prompts     512 queries behind stored tokens: the kernels, which "auto" does not choose for them, beside dequantizing
+            the stored tokens first; time, and peak memory
 step        a step of 8B parameters: time of the host, time of the GPU and the slowest kernels, compared with
             transformers' static cache compiled with CUDA graphs
 due         every step of a model of 8 such layers: median, mean, and the long ones, of which one in 32 quantizes pages
@@ -337,7 +337,8 @@ def in_vllm(
 
 STAGES: dict[str, Callable[..., Iterator[dict]]] = {
     "correct": correct, "generates": generates, "replays": replays, "tune": tune, "attend": attend, "latent": latent,
-    "prompts": prompts, "step": step, "due": due, "throughput": throughput, "quantize": quantize, "capacity": capacity, "vllm": in_vllm,
+    "prompts": prompts, "step": step, "due": due, "throughput": throughput, "quantize": quantize, "capacity": capacity,
+    "vllm": in_vllm,
 }  # fmt: skip
 
 

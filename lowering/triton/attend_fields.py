@@ -283,10 +283,10 @@ def attend_fields(
     Grid: KV heads of all samples; splits of the pages, then one program for all other tokens, which is short; tiles of
     query rows.
 
-    The number of stored tokens is read from ``length``. The ``queries`` query tokens are the last of the ``new`` tokens,
-    or there are no new ones (cross-attention). ``fields``, ``sums`` and ``mean`` are results of `page_queries`, with one
-    page for all unless ``PAGE_ROPE``. ``summed`` receives the sums of the splits, in fields; ``exact``, the sums of the
-    last program, in channels; ``lse``, the log-sum-exp of all.
+    The number of stored tokens is read from ``length``. The ``queries`` query tokens are the last of the ``new``
+    tokens, or there are no new ones (cross-attention). ``fields``, ``sums`` and ``mean`` are results of `page_queries`,
+    with one page for all unless ``PAGE_ROPE``. ``summed`` receives the sums of the splits, in fields; ``exact``, the
+    sums of the last program, in channels; ``lse``, the log-sum-exp of all.
 
     If pages hold all heads, ``k_places``, ``v_places`` and ``middles``, those of values, are results of
     `share_rows`, and pages have ``k_size`` and ``v_size`` bytes.

@@ -227,8 +227,8 @@ class _Launch:
                 q, *key, *value, self.k_new, call.v_new.contiguous(), self.packed_queries, self.shift,
                 *(points_of(spec, device) for spec in self.specs), *self.boosted, *self.rotary_tables, self.mask,
                 call.starts, partial, partial_lse, self.length, self.queries, call.k_new.shape[2], call.scale,
-                key[0].stride(1), key[1].stride(1), value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V,
-                config.rows, config.together, config.exact, config.stages, num_warps=config.warps,
+                key[0].stride(1), key[1].stride(1), value[0].stride(1), value[1].stride(1), *self.strides, self.rules,
+                K, V, config.rows, config.together, config.exact, config.stages, num_warps=config.warps,
                 maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
             if (rotation := self.specs[1].transform.rotation) is not None:
