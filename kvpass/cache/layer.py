@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..codec.spec import CodecSpec
 from ..errors import KVPassError, NotCapturedError
 from ..layout.window import SEEN_OFFSET, length_of
-from ..schemes import Heads, LayerGeometry, LayerPlan
+from ..schemes import LayerGeometry, LayerPlan
 from .adaptive_state import AdaptiveState
 from .cache_state import CacheState
 from .deferred import LayerRead
-from .per_cache import Importance, RecentAttention, RotaryState
+from .layer_storage import LayerStorage
 from .refusals import READ_BACK, TWICE, refuse_number_of_tokens, refuse_place, removed_tokens, selected_rows, stored
-from .state import KVState, ModelTensors, SharedTensors, Storage
+from .state import KVState
 from .tensor import PackedKV
 
 _UNCAPTURED = "its layers ran outside any captured graph"
 
 
-class PackedLayer(CacheLayerMixin):
-    """A transformers cache layer that stores keys and values in a `KVState` each. It belongs to the cache with the
-    state ``cache``.
+class PackedLayer(LayerStorage, CacheLayerMixin):
+    """A transformers cache layer that stores keys and values in a `KVState` each.
 
     ``update`` reads the stored past, appends the present, and returns the past followed by the present. The length
     advances once per forward, for all layers together, so a graph sees the same length throughout. To the model the
@@ -40,20 +37,8 @@ class PackedLayer(CacheLayerMixin):
     is_cross = False
 
     def __init__(self, plan: LayerPlan, geometry: LayerGeometry, cache: CacheState):
-        # not super().__init__(): it assigns keys and values, which are views of the state here
-        self.plan, self.geometry, self.cache = plan, geometry, cache
-        self.key_state: KVState | None = None
-        self.value_state: KVState | None = None
-        self.key_source: PackedLayer | None = None  # layers whose quantized values this one dequantizes with
-        self.value_source: PackedLayer | None = None
-        self.rotary_owner = self  # the layer that keeps the rotary tables of this one
-        self.rotary: RotaryState | None = None
-        self.previous_layer: PackedLayer | None = None  # the layer this one is predicted from
-        self.predictors: tuple[SharedTensors, SharedTensors] | None = None
-        self.predicts_next = False  # another layer is predicted from this one
-        self.importance_owner = self  # the layer that decides what is evicted here
-        self.importance: Importance | None = None
-        self.updated = False  # in the running forward
+        # not CacheLayerMixin.__init__: it assigns keys and values, which are views of the state here
+        LayerStorage.__init__(self, plan, geometry, cache)
         cache.layers.append(self)
 
     @property
@@ -63,47 +48,11 @@ class PackedLayer(CacheLayerMixin):
         would need a second graph."""
         return self.cache.slides and torch.compiler.is_dynamo_compiling()
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens stored; the same in every layer of the cache."""
-        return self.cache.tokens
-
-    @property
-    def seen(self) -> int:
-        """Number of tokens ever stored, including evicted ones."""
-        return self.cache.seen
-
-    @property
-    def starts(self) -> Tensor | None:
-        """During a forward, the first token of each row after its padding, if attention gets that instead of a
-        mask."""
-        return self.cache.context.starts
-
-    @property
-    def max_cache_len(self) -> int | None:
-        """The maximum number of tokens that the cache may store; None if there is no limit."""
-        return self.cache.max_cache_len
-
-    @property
-    def _capacity(self) -> int | None:
-        """The number of tokens to allocate memory for at once; None if it grows."""
-        return self.max_cache_len
-
-    @property
-    def length(self) -> Tensor:
-        """During a forward, the length tensor of the tokens stored before it."""
-        return self.cache.context.length
-
     @stored
     def is_initialized(self) -> bool:
         """Whether the layer has received tokens, in an earlier forward or in this one. Memory may be allocated
         before."""
         return self.cache.filled or self.updated
-
-    @property
-    def is_allocated(self) -> bool:
-        """Whether the layer has memory for tokens."""
-        return self.key_state is not None
 
     @stored
     def keys(self) -> Tensor | None:
@@ -131,158 +80,6 @@ class PackedLayer(CacheLayerMixin):
         if state.spec.transform.page_rope:  # another layer may hold the rotary tables
             return state.dequantize(self.tokens, self.cache.lowering)
         return PackedKV.view(state, self.tokens)
-
-    def states(self) -> list[KVState]:
-        """The key state and the value state; empty before the first forward."""
-        return [self.key_state, self.value_state] if self.is_allocated else []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this layer, slack included. Quantized values of another layer and shared rotary tables count in the
-        layer that owns them."""
-        return sum(one.nbytes for one in self.storages()) + sum(held.nbytes for held in self.beside().values())
-
-    def beside(self) -> dict[str, Tensor]:
-        """What the layer keeps exact besides keys and values, by name."""
-        return {}
-
-    def fill_beside(self, saved: Mapping[str, Tensor]) -> None:
-        """Set what an empty layer keeps besides keys and values to ``saved``, by the names of `beside`."""
-
-    def storages(self) -> list[Storage]:
-        """Every `Storage` that this layer owns."""
-        return [item for item in (*self.states(), self.rotary, self.importance) if item is not None]
-
-    def _adaptive_states(self) -> list[AdaptiveState]:
-        return [state for state in self.states() if isinstance(state, AdaptiveState)]
-
-    @property
-    def host_nbytes(self) -> int:
-        """Bytes of original tokens kept in host memory."""
-        states = self._adaptive_states()
-        return sum(state.host.nbytes for state in states if state.spec.quantizer.adaptive.keep_originals)
-
-    @property
-    def moved_nbytes(self) -> int:
-        """Bytes of original tokens fetched from host memory so far."""
-        return sum(state.host.moved_nbytes for state in self._adaptive_states())
-
-    @property
-    def full_nbytes(self) -> int:
-        """Bytes that the tokens seen would take in full precision, in the cache's dtype."""
-        per_token = self.geometry.values_per_token * self.geometry.dtype.itemsize
-        return max(self.cache.batch, 0) * self.seen * per_token
-
-    @property
-    def deciding_heads(self) -> int:
-        """Number of heads that choose independently which tokens are evicted."""
-        return 1 if self.plan.key.retention.shared else self.geometry.num_key_value_heads
-
-    def start(self, new_tokens: int) -> None:
-        """Start a forward of ``new_tokens`` tokens. There must be room for them."""
-        if self.importance is not None:
-            self.importance.end(succeeded=False)  # the forward may have been prepared for other sizes
-            self.importance.start(self.tokens, new_tokens)
-
-    def allocate(self, batch: int, tokens: int) -> None:
-        """Make room for ``tokens`` tokens, except for evicted ones. Stored tokens are preserved."""
-        retention = self.plan.key.retention
-        stored = max(self.tokens, retention.stored(tokens))
-        self._allocate(batch, self._capacity or stored)
-        for state in self.states():
-            state.reserve(stored)
-        if self.importance is not None:
-            self.importance.reserve(stored)
-        if self.rotary is not None:  # `attend` reads whole pages of the tables, two at least
-            self.rotary.reserve(max(tokens, retention.sinks + 2 * retention.page_size))
-
-    def _shared(self, name: str) -> SharedTensors | None:
-        """The tensors of the model's calibration for the state called ``name``; None if the plan uses none."""
-        if not self.plan.shares_out:
-            return None
-        keys, values = self.predictors
-        if name == "value_state":
-            return values
-        return keys if self.angles is None else ModelTensors(keys[1:])
-
-    @property
-    def angles(self) -> Tensor | None:
-        """The angle by which each pair of key channels rotates from one token to the next, if page-relative RoPE uses
-        token numbers. It is the first calibrated tensor for keys."""
-        return self.predictors[0][0] if self.plan.key.transform.numbered else None
-
-    def _allocate(self, batch: int, tokens: int) -> None:
-        if self.is_allocated:
-            return
-        geometry = self.geometry
-        place = (geometry.dtype, geometry.device)
-
-        def state(spec: CodecSpec, heads: Heads, source: PackedLayer | None, name: str) -> KVState:
-            room = (*heads, *place)
-            if spec.quantizer.adaptive is not None:
-                return AdaptiveState.allocate_in(self.cache.pool, spec, batch, *room, tokens)
-            if source is not None:
-                source._allocate(batch, tokens)
-            source_state = None if source is None else getattr(source, name)
-            return KVState.allocate(spec, batch, *room, tokens, source_state, self._shared(name))
-
-        new: dict[str, Any] = {
-            "key_state": state(self.plan.key, geometry.heads[0], self.key_source, "key_state"),
-            "value_state": state(self.plan.value, geometry.heads[1], self.value_source, "value_state"),
-        }
-        if self.plan.key.transform.keeps_tables and self.rotary_owner is self:
-            new["rotary"] = RotaryState(self.plan.key, batch, geometry.head_dim, *place, tokens, self.angles)
-        if self.plan.key.transform.page_rope:
-            if self.rotary_owner is not self:
-                self.rotary_owner._allocate(batch, tokens)
-            new["key_state"].rotary = new.get("rotary", self.rotary_owner.rotary)
-        if self.plan.value.quantizer.follows_keys:
-            new["value_state"].same_layer_keys = new["key_state"]
-        if self.plan.calibrated:
-            for name, tensors in zip(("key_state", "value_state"), self.predictors, strict=True):
-                new[name].calibrate(tensors)
-        if self.plan.needs_importance and self.importance_owner is self:
-            own = batch, self.deciding_heads, geometry.device, tokens
-            new["importance"] = RecentAttention(self.plan.key, *own) if self.plan.adaptive else Importance(*own)
-        if self.plan.looks_at_previous:
-            self.previous_layer._allocate(batch, tokens)
-            both = new["key_state"], new["value_state"]
-            both[1].same_layer_keys = both[0]
-            for mine, previous, predictor in zip(both, self.previous_layer.states(), self.predictors, strict=True):
-                if mine.spec.transform.predictor:
-                    mine.previous_layer, mine.predictor = previous, predictor
-        vars(self).update(new)  # all or nothing
-
-    def forget(self) -> None:
-        """Drop all storage."""
-        self.key_state = self.value_state = self.rotary = self.importance = None
-        self.updated = False
-
-    def commit(self, stored: int, total: int, gone: int) -> None:
-        """End a forward that stored tokens ``[stored, total)``. ``gone`` tokens, old or new, are evicted."""
-        self._wrote(stored, total)
-        for state in self.states():
-            state.evicted(gone)
-        now = total - gone
-        for adaptive in self._adaptive_states() if self.plan.adaptive else ():
-            if adaptive.due(now):
-                importance: Any = self.importance  # a `RecentAttention`
-                adaptive.requantize(now, importance.largest(now))
-        if self.importance is not None:
-            self.importance.end()
-
-    def abandon(self, stored: int, total: int) -> bool:
-        """Take back tokens ``[stored, total)`` of a failed forward. Returns whether the layer is restored. It is not if
-        they may have overwritten slots of the window."""
-        self._wrote(stored, total)
-        if self.importance is not None:
-            self.importance.end(succeeded=False)
-        return all(state.lossless_crop(stored) for state in self.states())
-
-    def _wrote(self, stored: int, total: int) -> None:
-        for state in self.states():
-            state.wrote(stored, total)
-        self.updated = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise KVPassError(
@@ -447,20 +244,6 @@ class PackedLayer(CacheLayerMixin):
                 state.reset()
             self.updated = False
 
-    def refuse_crop(self, removed: int) -> None:
-        """Raise `KVPassError` if the layer cannot remove the last ``removed`` tokens."""
-        least = self.plan.key.retention.sinks + (self.plan.key.retention.budget or 0)
-        if self.seen > self.tokens and self.tokens - removed < least:
-            raise KVPassError(
-                f"crop({-removed}): tokens were evicted, and only the last {self.tokens - least} remaining tokens are "
-                "still in order. Crop fewer tokens."
-            )
-
-    def cropped(self, n: int, total: int) -> None:
-        """Complete `crop`, after which this layer stores ``n`` of the ``total`` tokens of the cache."""
-        if self.importance is not None:
-            self.importance.crop(n)
-
     def crop(self, tokens_to_remove: int) -> None:
         cache, old, removed = self.cache, self.tokens, -removed_tokens(tokens_to_remove)
         new, total = max(0, old - removed), max(0, cache.tokens - removed)
@@ -488,9 +271,6 @@ class PackedLayer(CacheLayerMixin):
                 storage.map_(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
             if rows is not None:
                 self.selected(rows)
-
-    def selected(self, rows: Tensor) -> None:
-        """Complete a selection of the ``rows`` of the batch."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_batch(lambda rows: rows[torch.as_tensor(beam_idx, device=rows.device)])
