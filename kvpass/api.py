@@ -13,6 +13,7 @@ from kvpass.lowering import table
 from kvpass.lowering.session import uncompiled, uncounted
 
 from . import schemes
+from .accelerate_hooks import refuse_hooked
 from .compile.backend import check_mode
 from .compile.report import Report
 from .errors import KVPassError, NeedsGraphError
@@ -20,7 +21,7 @@ from .fields import check_integer, shown
 from .models.attention import PortableAttention
 from .models.discover import BufferedCache, bind, discover
 from .models.parallel import refuse_sharded
-from .models.probe import AttentionSeen, calibrated_layers, probe, refuse_hooked
+from .models.probe import AttentionSeen, calibrated_layers, probe
 from .runtime.applied import ATTRIBUTE, decoder, is_applied, runtime_of
 from .runtime.custom import BufferRuntime, HandedRuntime
 from .runtime.long_prompts import check_chunk_size
@@ -88,8 +89,8 @@ def apply(
     Raises:
         KVPassError: the scheme is unknown, needs a calibration, or comes with the calibration of another model; a
             group_size does not divide head_dim; the model has no attention to pack or is already packed; its weights
-            are offloaded; it has hooks of accelerate or weights sharded across processes, which cannot be captured; the
-            ``KVPASS_TRACE`` folder (see `explain`) is not writable. The model is then unchanged.
+            have no values; it has hooks of accelerate or weights sharded across processes, which cannot be captured;
+            the ``KVPASS_TRACE`` folder (see `explain`) is not writable. The model is then unchanged.
     """
     options: dict[str, Any] = dict(
         strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode,
@@ -137,7 +138,8 @@ def _apply(
     if max_cache_len is not None:
         check_integer("max_cache_len", max_cache_len, 1)
     if lowering != "eager":
-        refuse_hooked(model, "hooks cause graph breaks in the decode step", "use lowering='eager'")
+        eager = "use lowering='eager' and a scheme that needs no graph, such as 'kivi'"
+        refuse_hooked(model, "hooks cause graph breaks in the decode step", eager)
         refuse_sharded(model, "kvpass does not compile their collectives", "use lowering='eager'")
     calibration = scheme if isinstance(scheme, Calibration) else None
     config = scheme.scheme if isinstance(scheme, Calibration) else schemes.get(scheme)

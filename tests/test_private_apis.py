@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import DynamicCache, GenerationMixin, cache_utils
 
 import kvpass
+from kvpass import accelerate_hooks
 from kvpass.cache.state import KVState
 from kvpass.compile import appends, capture, find, normalise, recorded_calls, vmaps
 from kvpass.compile.backend import Backend
@@ -446,3 +447,13 @@ def test_functions_of_subclasses_of_tensors_can_be_run_without_the_subclass():
     x = torch.ones(2).as_subclass(Sub)
     total, how = x.sum()
     assert total == 2 and how == "by the subclass"
+
+
+def test_hooks_of_accelerate_have_the_weights_that_they_load(tmp_path):
+    """`kvpass.accelerate_hooks` reads them."""
+    accelerate, model = pytest.importorskip("accelerate"), llama()
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model = accelerate.disk_offload(model, str(tmp_path), execution_device="cpu")
+    assert all(weight.is_meta for weight in model.parameters()) and accelerate_hooks.device_of(model).type == "cpu"
+    loaded = dict(accelerate_hooks.weights_of(model))
+    assert loaded.keys() == weights.keys() and all(torch.equal(loaded[name], weights[name]) for name in weights)

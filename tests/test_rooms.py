@@ -15,6 +15,7 @@ FLOORS = [  # each imports only from itself and from the rooms before it
     "versions",
     "fields",
     "digest",
+    "accelerate_hooks",
     "layout",
     "codec",
     "schemes",

@@ -417,12 +417,49 @@ def test_a_model_spread_over_devices_stores_what_it_stores_on_one(scheme):
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("place", ["disk", "meta"])
-def test_offloaded_weights_are_refused_in_every_lowering(tmp_path, place):
-    model = spread(layer_1=place, folder=str(tmp_path))
-    for lowering in ("auto", "eager"):
-        with pytest.raises(KVPassError, match="without offloading"):
-            kvpass.apply(model, LOSSLESS, lowering=lowering)
+def offloaded(place, folder):
+    """The model of `spread`, with the weights of one or of all layers on the host or on disk."""
+    accelerate = pytest.importorskip("accelerate")
+    if place == "disk, one layer":
+        return spread(layer_1="disk", folder=str(folder))
+    if place == "disk":
+        return accelerate.disk_offload(llama(), str(folder), execution_device="cpu")
+    return accelerate.cpu_offload(llama(), execution_device="cpu")
+
+
+@pytest.mark.parametrize("place", ["host", "disk", "disk, one layer"])
+def test_offloaded_weights_are_loaded_as_without_kvpass(tmp_path, place):
+    model, use = offloaded(place, tmp_path / "weights"), mode(input_ids=tokens(2, 60))
+    with pytest.raises(KVPassError, match="use lowering='eager'"):
+        kvpass.apply(model, LOSSLESS)
+    assert_equal(use(kvpass.apply(model, LOSSLESS, lowering="eager")), use(llama()))
+    kvpass.remove(model)
+    cache = DynamicCache(config=model.config)
+    generate(kvpass.apply(model, "kivi-sinks", lowering="eager"), input_ids=tokens(1, 100), past_key_values=cache)
+    file = kvpass.save_cache(cache, tmp_path / "cache.safetensors")
+    resident = kvpass.apply(llama(), "kivi-sinks", lowering="eager")
+    expected = DynamicCache(config=model.config)
+    generate(resident, input_ids=tokens(1, 100), past_key_values=expected)
+    for mine, theirs in zip(kvpass.load_cache(file, resident).layers, expected.layers, strict=True):
+        assert torch.equal(mine.keys + 0, theirs.keys + 0) and torch.equal(mine.values + 0, theirs.values + 0)
+
+
+def test_offloaded_weights_are_calibrated_on_for_a_model_that_fits(tmp_path):
+    scheme = dict(scheme="aqua", rope="post", residual=32, first_layer="higgs-4")
+    data = tokens(4, 100)
+    model, resident = offloaded("disk", tmp_path), llama()
+    found, expected = (kvpass.calibrate(one, data, scheme, progress=False) for one in (model, resident))
+    for index, both in expected.predictors.items():
+        for mine, theirs in zip(found.predictors[index], both, strict=True):
+            torch.testing.assert_close(mine, theirs)
+    generate(kvpass.apply(resident, found, lowering="eager"), input_ids=tokens(1, 100))
+    with pytest.raises(KVPassError, match="calibrate with rope='post'"):
+        kvpass.calibrate(model, data, "aqua", progress=False)
+
+
+def test_weights_without_values_are_refused(tmp_path):
+    with pytest.raises(KVPassError, match="load them first"):
+        kvpass.apply(spread(layer_1="meta", folder=str(tmp_path)), LOSSLESS, lowering="eager")
 
 
 def test_copies_of_a_packed_model_are_refused():

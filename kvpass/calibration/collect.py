@@ -2,7 +2,8 @@
 number."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..accelerate_hooks import is_offloaded
 from ..cache.layer import PackedLayer
 from ..codec.affine import params_dtype
 from ..errors import NonFiniteError
@@ -21,6 +23,7 @@ from ..progress import bar
 from ..schemes import IdentityConfig
 
 _ROLES = ("key", "value")
+_OFFLOADED = 8  # sequences to read whenever offloaded weights are loaded
 
 
 class Collected:
@@ -90,13 +93,17 @@ class Collected:
             bar("keys and values", len(missing), "sequence", self.progress) as done,
             packed(self.model, IdentityConfig(rope=self.rope), lowering=lowering),
         ):
-            for ids, file in missing:
-                partial = file.with_suffix(".partial")
-                save_file(self._tensors(ids, self.groups[group]), partial)
-                partial.replace(file)  # atomically: a file is complete or absent
-                done.update()
+            for some in _batches(missing, _OFFLOADED if is_offloaded(self.model) else 1):
+                tensors = self._tensors(torch.cat([ids for ids, _ in some]), self.groups[group])
+                for row, (_, file) in enumerate(some):
+                    partial = file.with_suffix(".partial")
+                    save_file({name: x[row % len(x)][None].clone() for name, x in tensors.items()}, partial)
+                    partial.replace(file)  # atomically: a file is complete or absent
+                    done.update()
 
     def _tensors(self, ids: Tensor, layers: Sequence[int]) -> dict[str, Tensor]:
+        """Keys and values ``[N, H_kv, T, D]`` of ``layers`` for ``ids`` ``[N, T]``, and rotary tables ``[N or 1, T,
+        p]``."""
         cache = fresh_cache(self.model)
         self.model(input_ids=ids, **handing(self.model, cache), use_cache=True)
         tensors: dict[str, Tensor] = {}
@@ -115,6 +122,13 @@ class Collected:
                     )
                 tensors[f"{index}.{role}"] = x.cpu().contiguous()
         return tensors
+
+
+def _batches(missing: Sequence[tuple[Tensor, Path]], most: int) -> Iterator[list[tuple[Tensor, Path]]]:
+    """Runs of sequences of one length, up to ``most`` each."""
+    for _, alike in groupby(missing, lambda each: each[0].shape):
+        while some := list(islice(alike, most)):
+            yield some
 
 
 def digest(*parts) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from .. import schemes
+from ..accelerate_hooks import device_of, refuse_hooked
 from ..codec import CodecSpec, dequantize_pages, quantize_pages
 from ..codec.affine import params_dtype
 from ..codec.center import fit_center
@@ -77,6 +78,9 @@ def calibrate(
     does not depend on their number. Keys and values are stored on disk, ``4 * H_kv * D`` bytes per token and layer, of
     all layers or of ``2 * layers_at_once``.
     Datatypes also need the gradients of the loss, stored there too, and the keys or values of one layer at a time.
+    Weights may be offloaded by accelerate (``device_map``). AQUA-KV loads them once for every eight sequences of one
+    length, so the model may be larger than memory. "waterfill" and datatypes take gradients, which keep all weights in
+    memory until a sequence is done.
 
     data: token ids, ``[N, S]``, or a list of ``[S]`` or ``[1, S]``, of text like the model's later input; at least 2
         sequences. Every eighth one is held out to measure what predictors explain. Ten thousand tokens are enough for a
@@ -104,6 +108,10 @@ def calibrate(
     if layers_at_once is not None:
         check_integer("layers_at_once", layers_at_once, 1)
     refuse_sharded(model, "each process has only some of the heads", "calibrate in one process")
+    if isinstance(config, QAQConfig):
+        refuse_hooked(model, "queries are found in a graph of the whole forward", "use a scheme without calibration")
+    elif config.rope == "pre":
+        refuse_hooked(model, "keys before rotary embedding are found in a graph", "calibrate with rope='post'")
     layers = calibrated_layers(config, probe(model))
     if has_encoder(model):
         raise KVPassError(
@@ -162,7 +170,7 @@ def _sequences(
     config: AquaKVConfig | CalibratedKVQuantConfig | CalibratedWaterfillConfig | QAQConfig,
     model: nn.Module,
 ) -> list[Tensor]:
-    device = next(model.parameters()).device
+    device = device_of(model)
     if data is None:
         given: Any = own_words(model)
     else:

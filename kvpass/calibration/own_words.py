@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..accelerate_hooks import device_of
 from ..errors import KVPassError
 
 WRITTEN, TOKENS = 32, 128  # texts that are sampled in one batch, and their tokens
@@ -28,7 +29,7 @@ def own_words(model: nn.Module) -> list[Tensor]:
             "This model has no generate() to write texts with: pass token ids, kvpass.calibrate(model, ids)."
         )
     writer: Any = model
-    device, vocabulary = next(model.parameters()).device, writer.config.get_text_config().vocab_size
+    device, vocabulary = device_of(model), writer.config.get_text_config().vocab_size
     with _seeded(device):
         first = torch.randint(vocabulary, (WRITTEN, 1)).to(device)
         length = dict(max_new_tokens=TOKENS - 1, min_new_tokens=TOKENS - 1)  # no text ends early

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..accelerate_hooks import device_of
 from ..errors import KVPassError
 from ..models.arguments import handing, keeping
 from ..models.probe import fresh_cache
@@ -84,4 +85,4 @@ def _likelihood(logits: Tensor, continuation: Sequence[int]) -> Likelihood:
 
 
 def _ids(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
-    return torch.tensor([list(row) for row in rows], device=next(model.parameters()).device)
+    return torch.tensor([list(row) for row in rows], device=device_of(model))

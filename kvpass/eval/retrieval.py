@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from ..accelerate_hooks import device_of
 from ..errors import KVPassError
 from ..models.arguments import CACHE, handing
 from ..models.probe import fresh_cache
@@ -106,7 +107,7 @@ def ask(
 
     text, question: ``[1, S]`` and ``[1, Q]`` tokens; the question follows in a call of its own.
     """
-    cache, device = fresh_cache(model), next(model.parameters()).device
+    cache, device = fresh_cache(model), device_of(model)
     text, question = text.to(device), question.to(device)
     model(input_ids=text, **handing(model, cache), use_cache=True)
     ids = torch.cat([text, question], 1)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
+from ..accelerate_hooks import device_of, refuse_missing_weights
 from ..cache.sliding import sliding_plan
 from ..cache.swap import parts_of
 from ..errors import KVPassError
@@ -72,7 +73,7 @@ def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]
             f"{CACHE}, or example_inputs for any other "
             f"decoder.{_decoder_inside(model) or ' If this is a wrapper, apply to the model inside.'}"
         )
-    _refuse_offloaded(model)
+    refuse_missing_weights(model)
     try:
         with torch.no_grad():
             cache = _filled(model)
@@ -116,14 +117,6 @@ class AttentionSeen(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _refuse_offloaded(model: nn.Module) -> None:
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise KVPassError(
-            f"Some weights of {type(model).__name__} are not on a device (offloaded by accelerate, or on meta): load "
-            "the model without offloading. A packed cache leaves more memory for it."
-        )
-
-
 def fresh_cache(model: nn.Module) -> Cache:
     """An empty growing cache, as ``generate`` creates it for ``model``. Cross-attention layers have no window, because
     they read the whole encoder output."""
@@ -139,7 +132,7 @@ def fresh_cache(model: nn.Module) -> Cache:
 def some_tokens(model: nn.Module, batch: int = 1, count: int = 2) -> dict[str, Any]:
     """Inputs of ``count`` tokens for ``model``, alternating the first two of its vocabulary. Encoder outputs are
     included."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     ids = torch.arange(count, device=device).remainder(2).expand(batch, -1)
     if not has_encoder(model):
         return dict(input_ids=ids)
@@ -156,7 +149,7 @@ def as_generate_passes(
     """
     inputs = some_tokens(model, batch, count)
     encoded = getattr(inputs.get("encoder_outputs"), "last_hidden_state", None)
-    device = next(model.parameters()).device
+    device = device_of(model)
     mask = torch.ones(batch, seen if encoded is None else encoded.shape[1], dtype=torch.long, device=device)
     mask[0, :padding] = 0
     inputs["attention_mask"] = mask
@@ -278,16 +271,3 @@ def _with_windows(layers: dict[int, LayerGeometry | str], of_cache: Sequence[Any
             )
             previous = index if window is None else previous
     return found
-
-
-def refuse_hooked(model: nn.Module, what: str, instead: str) -> None:
-    """Raise `KVPassError` if accelerate runs Python hooks around the layers of ``model``, with the reason ``what`` and
-    the advice ``instead``."""
-    _refuse_offloaded(model)
-    hooked = [name for name, module in model.named_modules() if name and hasattr(module, "_hf_hook")]
-    if hooked:
-        raise KVPassError(
-            f"accelerate put hooks on {len(hooked)} modules ({hooked[0]}, ...), and {what}: {instead}, or load the "
-            "model on one device. If it already is, call accelerate.hooks.remove_hook_from_module(model, "
-            "recurse=True)."
-        )

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
+from ..accelerate_hooks import device_of
 from ..cache.cache_state import CacheState
 from ..cache.cross import CrossLayer
 from ..cache.layer import PackedLayer
@@ -135,7 +136,7 @@ def _maker(runtime: Runtime) -> dict[str, Any]:
 
 def _autocast(model: nn.Module) -> str | None:
     """The dtype of the active ``torch.autocast``; None if autocast is off."""
-    kind = next(model.parameters()).device.type
+    kind = device_of(model).type
     return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
 

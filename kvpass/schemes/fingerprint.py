@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from ..accelerate_hooks import weights_of
 from ..errors import KVPassError
 from ..fields import shown
 
@@ -29,7 +30,7 @@ _SHOWN = 3  # differences listed in a message
 def fingerprint(model: nn.Module) -> str:
     """A digest of the names, shapes and some values of the weights. It is the same for any dtype that represents the
     values, and in each of the processes that shard them."""
-    return fingerprint_of(model.state_dict().items())
+    return fingerprint_of(weights_of(model))
 
 
 def fingerprint_of(weights: Iterable[tuple[str, Tensor]]) -> str:
