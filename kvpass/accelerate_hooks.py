@@ -4,6 +4,7 @@ Only this file reads accelerate's hooks; see ``tests/test_private_apis.py``.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def _loaders(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     for path, hook in _hooks(model):
         module = model.get_submodule(path)
         for name in (*dict(module.named_parameters()), *dict(module.named_buffers())):
-            found[f"{path}.{name}".lstrip(".")] = lambda hook=hook, name=name: hook.weights_map[name]
+            found[f"{path}.{name}".lstrip(".")] = partial(hook.weights_map.__getitem__, name)
     return found
 
 
