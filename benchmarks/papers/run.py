@@ -3,7 +3,8 @@
 Every row is scored on the same tokens, by its divergence from full precision (`kvpass eval`), and printed beside the
 paper's figure. Then every pair of the paper's rows is compared: ordered as in the paper, the other way round (both by
 at least two standard errors, paired by token), or not told apart. Results go to benchmarks/results/papers-NAME.json,
-row by row, and rows that are there are not measured again; --page writes the tables of docs/papers.md from these files.
+row by row, or to papers-NAME-MODEL.json with another model. Rows that are there are not measured again; --page writes
+the tables of docs/papers.md from these files.
 """
 
 import argparse
@@ -30,14 +31,18 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "papers.md"
 LONG, SURE = 32768, 2.0
 CALIBRATION = "modules", "manual", "readme"  # texts that share nothing with those that are scored
 FIELDS = "divergences", "agreements", "surprisals"
+SMALL = "SmolLM2-135M-Instruct"
+MODELS = SMALL, "package:Qwen2.5-Coder-0.5B-Instruct"  # those of the page
+NAMED = 6  # pairs that are not told apart are named if there are no more
 
 
 def measure(name: str, table: Table, source: str, loaded: tuple, out: Path) -> dict:
-    """Score the rows of ``table`` that ``out`` lacks; returns all of them by name. ``loaded`` is that of `load`."""
+    """Score the rows of ``table`` that ``out`` lacks; returns what is then in it. ``loaded`` is that of `load`."""
     model_name, tokenizer, simulator = loaded
     ids = texts.tokens(tokenizer, source, table.prompt + table.scored)
-    written = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": {}}
-    about = dict(table=name, model=model_name, text=source, prompt=table.prompt, scored=table.scored)
+    written = dict(table=name, model=model_name, text=source, prompt=table.prompt, scored=table.scored, rows={})
+    if out.exists():
+        written = json.loads(out.read_text(encoding="utf-8"))
     model, reference = simulator.model, quality.reference_logits(simulator.model, ids, table.prompt)
     for row in map(resolved, table.rows):
         if measured(row, written["rows"]):
@@ -50,15 +55,21 @@ def measure(name: str, table: Table, source: str, loaded: tuple, out: Path) -> d
             scheme=str(row.scheme), bits=found.bits_per_value, bits_at_32k=long, kl=found.kl, kl_error=found.kl_error,
             perplexity=found.perplexity, top1=found.top1, **kept,
         )  # fmt: skip
-        out.write_text(json.dumps({**about, **written}, indent=None) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(written) + "\n", encoding="utf-8")
         print(f"{row.name}: KL {found.kl:.4f}, {found.bits_per_value:.2f} bits", file=sys.stderr, flush=True)
-    return written["rows"]
+    return written
 
 
 def load(model_name: str | None) -> tuple:
     """The model's name, its tokenizer, and one simulator for all tables: capturing a graph takes a minute or more."""
     model, tokenizer = models.load(model_name, dtype=torch.float32, say=lambda text: print(text, file=sys.stderr))
-    return model_name or "SmolLM2-135M-Instruct", tokenizer, Simulator(model)
+    return model_name or SMALL, tokenizer, Simulator(model)
+
+
+def results_of(name: str, model_name: str, folder: Path) -> Path:
+    """The file of the results of table ``name``."""
+    other = "" if model_name == SMALL else f"-{model_name.rpartition(':')[2].replace('/', '-')}"
+    return folder / f"papers-{name}{other}.json"
 
 
 def scored(simulator: Simulator, ids, prompt: int, reference, scheme, name: str) -> Quality:
@@ -131,27 +142,50 @@ def order(table: Table, rows: dict) -> tuple[list[str], list[str], list[str]]:
     return same, other, open_
 
 
-def markdown(table: Table, rows: dict) -> str:
-    """The table with the paper's figures beside ours, and the verdict on its order."""
+def markdown(table: Table, results: Sequence[dict]) -> str:
+    """The table with the paper's figures beside ours, and the verdicts on its order. results: what is in the files of
+    its results; of models other than the first, only the KL is shown."""
+    first, *others = results
+    more = [f"KL, {short(other)}" for other in others]
     lines = [
         f"**{table.paper}, {table.source}.** Ours: {table.scored} tokens after {table.prompt:,}.\n",
-        f"| row | paper: {table.figure} | bits/value at 32k | KL | perplexity | top-1 |",
-        "|---|--:|--:|--:|--:|--:|",
+        f"| {' | '.join(['row', f'paper: {table.figure}', 'bits/value at 32k', 'KL', 'perplexity', 'top-1', *more])} |",
+        "|---|" + "--:|" * (5 + len(more)),
     ]
-    rows = {row.name: rows[row.name] for row in map(resolved, table.rows) if measured(row, rows)}
-    for row in table.rows:
-        if row.name not in rows:
-            continue
-        of, figure = rows[row.name], "" if row.figure is None else f"{row.figure:g}"
-        by_text = f"{of['bits']:.2f} after {table.prompt + table.scored:,}"  # these bits depend on the text
-        long = by_text if of["bits_at_32k"] is None else f"{of['bits_at_32k']:.2f}"
-        ours = f"{of['kl']:.4f} ± {of['kl_error']:.4f} | {of['perplexity']:.2f} | {of['top1']:.1%}"
-        lines.append(f"| {row.name} | {figure} | {long} | {ours} |")
-    same, other, open_ = order(table, rows)
-    verdict = f"Of {len(same) + len(other) + len(open_)} pairs of the paper's rows, {len(same)} are in its order"
-    verdict += f", {len(other)} the other way round" + (f" ({'; '.join(other)})" if other else "")
-    verdict += f", and {len(open_)} not told apart" + (f" ({'; '.join(open_)})" if open_ else "") + "."
-    return "\n".join([*lines, "", verdict]) + "\n"
+    rows = [row for row in map(resolved, table.rows) if measured(row, first["rows"])]
+    lines += [line(row, table, first["rows"][row.name], [other["rows"] for other in others]) for row in rows]
+    verdicts = [verdict(table, each["rows"], short(each) if others else "") for each in results]
+    return "\n".join([*lines, "", *verdicts]) + "\n"
+
+
+def short(result: dict) -> str:
+    """The name of the model of ``result``."""
+    return result["model"].rpartition(":")[2].removesuffix("-Instruct")
+
+
+def line(row: Row, table: Table, of: dict, others: Sequence[dict]) -> str:
+    """The line of ``row``, whose results are ``of``. others: the rows of other models."""
+    figure = "" if row.figure is None else f"{row.figure:g}"
+    by_text = f"{of['bits']:.2f} after {table.prompt + table.scored:,}"  # these bits depend on the text
+    long = by_text if of["bits_at_32k"] is None else f"{of['bits_at_32k']:.2f}"
+    ours = [kl(of), f"{of['perplexity']:.2f}", f"{of['top1']:.1%}"]
+    ours += [kl(rows[row.name]) if measured(row, rows) else "" for rows in others]
+    return f"| {' | '.join([row.name, figure, long, *ours])} |"
+
+
+def kl(of: dict) -> str:
+    return f"{of['kl']:.4f} ± {of['kl_error']:.4f}"
+
+
+def verdict(table: Table, rows: dict, model_name: str) -> str:
+    """How many pairs of the paper's ``rows`` are in its order. ``model_name`` is named if it is not empty."""
+    current = {row.name: rows[row.name] for row in map(resolved, table.rows) if measured(row, rows)}
+    same, other, open_ = order(table, current)
+    where = f"{model_name}: of" if model_name else "Of"
+    text = f"{where} {len(same) + len(other) + len(open_)} pairs of the paper's rows, {len(same)} are in its order"
+    text += f", {len(other)} the other way round" + (f" ({'; '.join(other)})" if other else "")
+    named = f" ({'; '.join(open_)})" if 0 < len(open_) <= NAMED else ""
+    return f"{text}, and {len(open_)} not told apart{named}."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -166,17 +200,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unknown table {unknown[0]}: choose from {', '.join(TABLES)}")
     loaded = load(args.model) if args.tables else ()
     for name in args.tables:
-        rows = measure(name, TABLES[name], args.text, loaded, args.out / f"papers-{name}.json")
-        print(markdown(TABLES[name], rows))
+        results = measure(name, TABLES[name], args.text, loaded, results_of(name, loaded[0], args.out))
+        print(markdown(TABLES[name], [results]))
     if args.page:
         page = PAGE.read_text(encoding="utf-8")
         for name, table in TABLES.items():
             begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->"
-            file = args.out / f"papers-{name}.json"
-            if begin in page and file.exists():
-                rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+            files = [results_of(name, model, args.out) for model in MODELS]
+            if begin in page and files[0].exists():
+                results = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
                 before, rest = page.split(begin)
-                page = f"{before}{begin}{markdown(table, rows)}{end}{rest.partition(end)[2]}"
+                page = f"{before}{begin}{markdown(table, results)}{end}{rest.partition(end)[2]}"
         PAGE.write_text(page, encoding="utf-8")
 
 
