@@ -53,7 +53,8 @@ class AquaKVConfig(StorageConfig):
     weights and a short window serve short contexts best; "aqua-paper" has the paper's settings, with groups of 1,024
     channels, or all of a token if there are fewer.
 
-    backbone: any scheme that does not share quantized values between layers; its own window and sinks are ignored.
+    backbone: any scheme that does not share quantized values between layers; its own window and sinks are ignored, so
+        HIGGS centres keys that are not predicted if this scheme has sinks.
     first_layer: the scheme of the first layer, which has none below. "auto" is HIGGS at 4 bits, centred or not, or full
         precision, whichever serves the layers above best according to the calibration.
     predictor: "linear", "low-rank" or "mlp" with 16-bit weights, "linear-4" or "low-rank-4" with 4-bit weights; "bias"
@@ -99,6 +100,8 @@ class AquaKVConfig(StorageConfig):
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         first = layer.previous_layer is None
         scheme = self.first if first else get(self.backbone)
+        if isinstance(scheme, StorageConfig) and scheme.retention is None:
+            scheme = replace(scheme, sinks=self.key_retention().sinks)
         plan = scheme.plan_of(layer)
         if plan.key_source is not None or plan.value_source is not None:
             raise KVPassError(
