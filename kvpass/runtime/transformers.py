@@ -74,8 +74,10 @@ class TransformersRuntime(Runtime):
             return "a layer keeps a state besides its keys and values"
         if any(layer.indexer_dim is not None for _, layer in self.plans.values()):
             return "a layer keeps the keys of an indexer, which grow with the cache"
-        if self.has_encoder or self.cross or self.looks_at_previous or self.needs_importance:
-            return "what a layer stores depends on more than its own tokens"
+        if self.has_encoder or self.cross:
+            return "cross-attention reads a cache of another length"
+        if self.looks_at_previous or self.needs_importance:
+            return "what a layer stores depends on other layers, or on attention scores"
         return ""
 
     def install(self) -> None:
