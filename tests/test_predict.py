@@ -309,6 +309,16 @@ def test_log_sparse_tokens_are_predicted_from_the_same_tokens_below():
     assert second < 0.2 * (shuffled - tokens[1][0]).square().mean()
 
 
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_keys_that_are_not_predicted_are_stored_as_by_their_scheme_alone(sinks):
+    """A first layer on a grid that did not subtract the mean of keys with a bias would ruin all layers above."""
+    alone = schemes.get("higgs", sinks=sinks, rope="pre", residual=128)
+    scheme = schemes.get("aqua-paper", backbone="higgs", first_layer="higgs", sinks=sinks, predicted="values")
+    for layer in (GEOMETRY, dataclasses.replace(GEOMETRY, index=1, previous_layer=0)):
+        assert scheme.plan(layer).key == alone.plan(layer).key
+    assert scheme.plan(GEOMETRY).key.transform.center == (sinks > 0)
+
+
 def test_a_residual_is_no_tensor_of_its_own():
     spec = coded(2, "token", 16, 32, predictor="linear")
     with pytest.raises(KVPassError, match="needs the layer below"):
