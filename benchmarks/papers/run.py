@@ -155,7 +155,7 @@ def markdown(table: Table, results: Sequence[dict]) -> str:
     rows = [row for row in map(resolved, table.rows) if measured(row, first["rows"])]
     lines += [line(row, table, first["rows"][row.name], [other["rows"] for other in others]) for row in rows]
     verdicts = [verdict(table, each["rows"], short(each) if others else "") for each in results]
-    return "\n".join([*lines, "", *verdicts]) + "\n"
+    return "\n".join(lines) + "\n\n" + "\n\n".join(verdicts) + "\n"
 
 
 def short(result: dict) -> str:
