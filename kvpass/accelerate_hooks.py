@@ -36,7 +36,7 @@ def is_offloaded(model: nn.Module) -> bool:
 def refuse_missing_weights(model: nn.Module) -> None:
     """Raise `KVPassError` if there are weights without values that accelerate will not load."""
     absent = {name for name, weight in model.named_parameters() if weight.is_meta}
-    if missing := sorted(absent - _loaders(model).keys() if absent else absent):
+    if missing := sorted(absent - _loaders(model).keys()):
         raise KVPassError(
             f"{len(missing)} weights of {type(model).__name__} have no values ({missing[0]}, ... are on the meta "
             "device): load them first."
