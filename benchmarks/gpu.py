@@ -271,11 +271,7 @@ def latent(
             k = torch.cat(past, -1)
             return (q.squeeze(2) @ k.squeeze(1).mT).softmax(-1) @ past[0].squeeze(1)
 
-        row: dict = dict(scheme=scheme, length=length, batch=batch)
-        try:
-            row["good"] = _close(dtype, packed(lowering), packed("reference"))
-        except Exception as error:
-            row |= dict(good=False, error=f"{type(error).__name__}: {error}"[:500])
+        row = dict(scheme=scheme, length=length, batch=batch, **_compared(dtype, packed, lowering))
         runs = {"kernel": partial(packed, lowering), "dequantized": partial(packed, "auto"), "floats": floats}
         yield row | {name: _tried(seconds, [run]) for name, run in runs.items()}
 
@@ -287,12 +283,8 @@ def prompts(
     """Seconds and peak bytes of the attention of ``queries`` tokens, by variant."""
     cuda, sizes = device.type == "cuda", dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
     for scheme, length in itertools.product(schemes, lengths):
-        row: dict = dict(scheme=scheme, length=length)
         run = attention(scheme, torch.bfloat16, 1, queries, length, device, **sizes)
-        try:
-            row["good"] = _close(torch.bfloat16, run(lowering), run("reference"))
-        except Exception as error:
-            row |= dict(good=False, error=f"{type(error).__name__}: {error}"[:500])
+        row: dict = dict(scheme=scheme, length=length, **_compared(torch.bfloat16, run, lowering))
         for name, variant in ("kernel", lowering), ("dequantized", "auto"):
             row[name] = _tried(replayed if cuda else in_turn, [partial(run, variant)])
             if cuda:
@@ -301,6 +293,14 @@ def prompts(
                 run(variant)
                 row[f"{name}, bytes"] = torch.cuda.max_memory_allocated() - before
         yield row
+
+
+def _compared(dtype: torch.dtype, run: Callable[[str], torch.Tensor], lowering: str) -> dict:
+    """Whether ``run`` gives what it gives with the reference, or the error."""
+    try:
+        return dict(good=_close(dtype, run(lowering), run("reference")))
+    except Exception as error:
+        return dict(good=False, error=f"{type(error).__name__}: {error}"[:500])
 
 
 def _tried(seconds: Callable, calls: list[Callable]) -> float | str:

@@ -145,16 +145,16 @@ def order(table: Table, rows: dict) -> tuple[list[str], list[str], list[str]]:
 def markdown(table: Table, results: Sequence[dict]) -> str:
     """The table with the paper's figures beside ours, and the verdicts on its order. results: what is in the files of
     its results; of models other than the first, only the KL is shown."""
-    first, *others = results
+    others = results[1:]
     more = [f"KL, {short(other)}" for other in others]
     lines = [
         f"**{table.paper}, {table.source}.** Ours: {table.scored} tokens after {table.prompt:,}.\n",
         f"| {' | '.join(['row', f'paper: {table.figure}', 'bits/value at 32k', 'KL', 'perplexity', 'top-1', *more])} |",
         "|---|" + "--:|" * (5 + len(more)),
     ]
-    rows = [row for row in map(resolved, table.rows) if measured(row, first["rows"])]
-    lines += [line(row, table, first["rows"][row.name], [other["rows"] for other in others]) for row in rows]
-    verdicts = [verdict(table, each["rows"], short(each) if others else "") for each in results]
+    found = [current(table, each["rows"]) for each in results]
+    lines += [line(row, table, found) for row in table.rows if row.name in found[0]]
+    verdicts = [verdict(table, rows, short(each) if others else "") for each, rows in zip(results, found, strict=True)]
     return "\n".join(lines) + "\n\n" + "\n\n".join(verdicts) + "\n"
 
 
@@ -163,13 +163,19 @@ def short(result: dict) -> str:
     return result["model"].rpartition(":")[2].removesuffix("-Instruct")
 
 
-def line(row: Row, table: Table, of: dict, others: Sequence[dict]) -> str:
-    """The line of ``row``, whose results are ``of``. others: the rows of other models."""
+def current(table: Table, rows: dict) -> dict:
+    """Those of the written ``rows``, by name, that were measured for the schemes of ``table`` as they are now."""
+    return {row.name: rows[row.name] for row in map(resolved, table.rows) if measured(row, rows)}
+
+
+def line(row: Row, table: Table, found: Sequence[dict]) -> str:
+    """The line of ``row``. found: the `current` rows of each model."""
+    of, *others = (rows.get(row.name) for rows in found)
     figure = "" if row.figure is None else f"{row.figure:g}"
     by_text = f"{of['bits']:.2f} after {table.prompt + table.scored:,}"  # these bits depend on the text
     long = by_text if of["bits_at_32k"] is None else f"{of['bits_at_32k']:.2f}"
     ours = [kl(of), f"{of['perplexity']:.2f}", f"{of['top1']:.1%}"]
-    ours += [kl(rows[row.name]) if measured(row, rows) else "" for rows in others]
+    ours += ["" if other is None else kl(other) for other in others]
     return f"| {' | '.join([row.name, figure, long, *ours])} |"
 
 
@@ -179,8 +185,7 @@ def kl(of: dict) -> str:
 
 def verdict(table: Table, rows: dict, model_name: str) -> str:
     """How many pairs of the paper's ``rows`` are in its order. ``model_name`` is named if it is not empty."""
-    current = {row.name: rows[row.name] for row in map(resolved, table.rows) if measured(row, rows)}
-    same, other, open_ = order(table, current)
+    same, other, open_ = order(table, rows)
     where = f"{model_name}: of" if model_name else "Of"
     text = f"{where} {len(same) + len(other) + len(open_)} pairs of the paper's rows, {len(same)} are in its order"
     text += f", {len(other)} the other way round" + (f" ({'; '.join(other)})" if other else "")

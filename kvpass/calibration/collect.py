@@ -97,7 +97,7 @@ class Collected:
                 tensors = self._tensors(torch.cat([ids for ids, _ in some]), self.groups[group])
                 for row, (_, file) in enumerate(some):
                     partial = file.with_suffix(".partial")
-                    save_file({name: x[row % len(x)][None].clone() for name, x in tensors.items()}, partial)
+                    save_file({name: x[row % len(x)][None] for name, x in tensors.items()}, partial)
                     partial.replace(file)  # atomically: a file is complete or absent
                     done.update()
 
