@@ -33,6 +33,24 @@ def is_offloaded(model: nn.Module) -> bool:
     return any(weight.is_meta for weight in model.parameters())
 
 
+def reloading(model: nn.Module) -> Callable[[Tensor], Callable[[], Tensor] | None]:
+    """A function that finds out whether a tensor is an offloaded weight of ``model`` that is loaded now, or a view of
+    it, and then returns what loads that tensor again."""
+    hooked = [(model.get_submodule(path), hook.weights_map) for path, hook in _hooks(model)]
+
+    def find(x: Tensor) -> Callable[[], Tensor] | None:
+        for module, weights in hooked:
+            for name, weight in module.named_parameters():
+                if weight.is_meta:
+                    break
+                if weight.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+                    layout = x.shape, x.stride(), x.storage_offset()
+                    return partial(_load_view, partial(weights.__getitem__, name), x.device, x.dtype, *layout)
+        return None
+
+    return find
+
+
 def refuse_missing_weights(model: nn.Module) -> None:
     """Raise `KVPassError` if there are weights without values that accelerate will not load."""
     absent = {name for name, weight in model.named_parameters() if weight.is_meta}
@@ -53,6 +71,10 @@ def refuse_hooked(model: nn.Module, what: str, instead: str) -> None:
             "model on one device. If it already is there, call accelerate.hooks.remove_hook_from_module(model, "
             "recurse=True)."
         )
+
+
+def _load_view(load: Callable[[], Tensor], device: torch.device, dtype: torch.dtype, *layout: Any) -> Tensor:
+    return load().to(device, dtype).as_strided(*layout)
 
 
 def _loaders(model: nn.Module) -> dict[str, Callable[[], Tensor]]:

@@ -11,12 +11,15 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 
 import kvpass
 from kvpass import KVPassError
 from kvpass.cache.layer import PackedLayer
+from kvpass.calibration import backward
 from kvpass.runtime.applied import is_applied
 from kvpass.schemes import IdentityConfig, KIVIConfig
 
@@ -444,17 +447,47 @@ def test_offloaded_weights_are_loaded_as_without_kvpass(tmp_path, place):
         assert torch.equal(mine.keys + 0, theirs.keys + 0) and torch.equal(mine.values + 0, theirs.values + 0)
 
 
-def test_offloaded_weights_are_calibrated_on_for_a_model_that_fits(tmp_path):
-    scheme = dict(scheme="aqua", rope="post", residual=32, first_layer="higgs-4")
-    data = tokens(4, 100)
+CALIBRATED = [
+    dict(scheme="aqua", rope="post", residual=32, first_layer="higgs-4"),
+    dict(scheme="waterfill-static"),
+    dict(scheme="kvquant-calibrated", rope="post"),
+]
+
+
+@pytest.mark.parametrize("scheme", CALIBRATED, ids=str)
+def test_offloaded_weights_are_calibrated_on_for_a_model_that_fits(tmp_path, monkeypatch, scheme):
+    data = tokens(4, 240)
     model, resident = offloaded("disk", tmp_path), llama()
+    monkeypatch.setattr(backward, "_SMALL", 0)
     found, expected = (kvpass.calibrate(one, data, scheme, progress=False) for one in (model, resident))
+    assert expected.predictors
     for index, both in expected.predictors.items():
         for mine, theirs in zip(found.predictors[index], both, strict=True):
             torch.testing.assert_close(mine, theirs)
     generate(kvpass.apply(resident, found, lowering="eager"), input_ids=tokens(1, 100))
+
+
+def test_calibrating_on_offloaded_weights_needs_keys_behind_rotary_embedding(tmp_path):
     with pytest.raises(KVPassError, match="calibrate with rope='post'"):
-        kvpass.calibrate(model, data, "aqua", progress=False)
+        kvpass.calibrate(offloaded("disk", tmp_path), tokens(4, 100), "aqua", progress=False)
+
+
+def test_a_backward_pass_keeps_no_offloaded_weights(tmp_path, monkeypatch):
+    loaded, gradients = [], torch.autograd.grad
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.nn.functional.linear:
+                loaded.append(StorageWeakRef(args[1].untyped_storage()))
+            return func(*args, **(kwargs or {}))
+
+    def checked(*args, **kwargs):
+        assert loaded and all(weight.expired() for weight in loaded)
+        return gradients(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", checked)
+    with Watching():
+        kvpass.calibrate(offloaded("disk", tmp_path), tokens(2, 240), "waterfill-static", progress=False)
 
 
 def test_weights_without_values_are_refused(tmp_path):

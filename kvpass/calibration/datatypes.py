@@ -27,8 +27,8 @@ from ..models.arguments import handing
 from ..models.probe import fresh_cache
 from ..progress import bar
 from ..schemes import CalibratedKVQuantConfig, LayerGeometry
+from .backward import backward
 from .collect import Collected, digest
-from .sensitivity import without_weight_gradients
 
 _BINS = 4096  # of the range; points are fitted to the means of the bins
 _ITERATIONS = 100
@@ -47,26 +47,25 @@ def collect_gradients(
     that ``folder`` already has are not computed again.
     """
     files = [folder / f"gradients-{digest(ids)}.safetensors" for ids in data]
-    embedding = model.get_input_embeddings().weight  # type: ignore[operator]  # every transformers model has it
-    with without_weight_gradients(model):
-        embedding.requires_grad_()  # so that keys and values are part of the graph
-        try:
-            for ids, file in zip(data, files, strict=True):
-                if not file.exists():
-                    _save(_gradients(model, ids, layers), file)
-                seen.update()
-        finally:
-            embedding.requires_grad_(False)
+    for ids, file in zip(data, files, strict=True):
+        if not file.exists():
+            _save(_gradients(model, ids, layers), file)
+        seen.update()
     return files
 
 
 def _gradients(model: nn.Module, ids: Tensor, layers: Sequence[int]) -> dict[str, Tensor]:
     cache: Any = fresh_cache(model)
-    with torch.enable_grad():
-        logits = model(input_ids=ids, **handing(model, cache), use_cache=True).logits
-        loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
-        tensors = [getattr(cache.layers[layer], which) for layer in layers for which in ("keys", "values")]
-        found = torch.autograd.grad(loss, tensors)
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]  # every transformers model has it
+    with backward(model):
+        embedding.requires_grad_()  # so that keys and values are part of the graph
+        try:
+            logits = model(input_ids=ids, **handing(model, cache), use_cache=True).logits
+            loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
+            tensors = [getattr(cache.layers[layer], which) for layer in layers for which in ("keys", "values")]
+            found = torch.autograd.grad(loss, tensors)
+        finally:
+            embedding.requires_grad_(False)
     names = (f"{layer}.{role}" for layer in layers for role in (0, 1))
     gradients = {name: each.to(torch.bfloat16) for name, each in zip(names, found, strict=True)}
     return {**gradients, "keys": tensors[0].detach()}

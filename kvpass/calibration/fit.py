@@ -78,9 +78,9 @@ def calibrate(
     does not depend on their number. Keys and values are stored on disk, ``4 * H_kv * D`` bytes per token and layer, of
     all layers or of ``2 * layers_at_once``.
     Datatypes also need the gradients of the loss, stored there too, and the keys or values of one layer at a time.
-    Weights may be offloaded by accelerate (``device_map``). AQUA-KV loads them once for every eight sequences of one
-    length, so the model may be larger than memory. "waterfill" and datatypes take gradients, which keep all weights in
-    memory until a sequence is done.
+    Weights may be offloaded by accelerate (``device_map``), so the model may be larger than memory. AQUA-KV loads them
+    once for every eight sequences of one length. "waterfill" and datatypes load them twice for each sequence, and keep
+    the activations that gradients need in a temporary folder.
 
     data: token ids, ``[N, S]``, or a list of ``[S]`` or ``[1, S]``, of text like the model's later input; at least 2
         sequences. Every eighth one is held out to measure what predictors explain. Ten thousand tokens are enough for a

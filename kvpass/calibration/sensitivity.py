@@ -22,6 +22,7 @@ from ..errors import KVPassError
 from ..models.arguments import handing
 from ..models.probe import fresh_cache
 from ..schemes import LayerGeometry
+from .backward import backward
 
 
 class Seen:
@@ -121,10 +122,10 @@ def look(
     """
     cache: Any = fresh_cache(model)
     tap = _Tap(layers, far, sinks)
-    with torch.enable_grad():
-        while len(cache.layers) <= max(layers):
-            cache.layers.append(cache.layer_class_to_replicate())
-        with without_weight_gradients(model), tap.watching(cache), tap:
+    while len(cache.layers) <= max(layers):
+        cache.layers.append(cache.layer_class_to_replicate())
+    with backward(model):
+        with tap.watching(cache), tap:
             logits = model(input_ids=ids, **handing(model, cache), use_cache=True).logits[0, min(far.values()) :]
         if missing := sorted(set(layers) - set(tap.seen)):
             raise KVPassError(
@@ -137,20 +138,6 @@ def look(
     for seen in tap.seen.values():
         seen.of_keys, seen.of_values = next(gradients)[0], next(gradients)[0]
     return tap.seen
-
-
-@contextmanager
-def without_weight_gradients(model: nn.Module) -> Iterator[None]:
-    """Within this context, no parameter of ``model`` requires gradients, so that a forward pass does not keep what only
-    these need."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_()
 
 
 _ROWS = 128
