@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", default=",".join(TASKS), help=f"comma-separated, of {', '.join(TASKS)}")
     parser.add_argument("--text", default="prose", help=f"filler: {TEXT}")
     parser.add_argument("--lengths", type=numbers, default="4096,8192", metavar="N,...", help="tokens of the text")
-    parser.add_argument("--repeats", type=at_least(1), default=4, metavar="N", help="questions per task and length")
+    parser.add_argument("--repeats", type=at_least(1), default=4, metavar="N", help="texts per task and length")
     parser.add_argument("--json", type=out_file, metavar="FILE", help="write all answers")
 
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     with stage(f"{', '.join(tasks)} with {', '.join(chosen)}"):
         results = run_ruler(model, tokenizer, filler, chosen, tasks, args.lengths, repeats=args.repeats)
     for length in args.lengths:
-        print(f"\n{length:,} tokens, {args.repeats} questions each: mean share of what was asked for\n")
+        print(f"\n{length:,} tokens, {args.repeats} texts each: mean share of what was asked for\n")
         print("cache".ljust(24) + "".join(f"{task:>18}" for task in tasks))
         means = {
             name: [

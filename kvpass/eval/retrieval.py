@@ -5,6 +5,7 @@ token of the answer attend to the text as it is stored. A question inside the pr
 and most of the answer with it.
 """
 
+import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,26 +102,34 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 @torch.no_grad()
 def ask(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: Tensor, question: Tensor, most: int = _ANSWER_TOKENS
-) -> str:
-    """The greedy answer, of up to ``most`` tokens, of ``model`` in its current state, packed or not.
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Tensor,
+    questions: Sequence[Tensor],
+    most: int = _ANSWER_TOKENS,
+) -> list[str]:
+    """The greedy answers, of up to ``most`` tokens each, of ``model`` in its current state, packed or not.
 
-    text, question: ``[1, S]`` and ``[1, Q]`` tokens; the question follows in a call of its own.
+    text: ``[1, S]`` tokens, read once.
+    questions: ``[1, Q]`` tokens; each follows the text in a call of its own, over a copy of the cache.
     """
     cache, device = fresh_cache(model), device_of(model)
-    text, question = text.to(device), question.to(device)
+    text = text.to(device)
     model(input_ids=text, **handing(model, cache), use_cache=True)
-    ids = torch.cat([text, question], 1)
     generate: Any = model.generate
-    out = generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        **{CACHE: cache},
-        do_sample=False,
-        max_new_tokens=most,
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-    )
-    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    answers = []
+    for question in questions:
+        ids = torch.cat([text, question.to(device)], 1)
+        out = generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            **{CACHE: copy.deepcopy(cache)},
+            do_sample=False,
+            max_new_tokens=most,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        )
+        answers.append(str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)))
+    return answers
 
 
 def retrieve(
@@ -145,28 +154,28 @@ def retrieve(
         for seed in range(repeats)
     ]
 
-    def answer(asked: tuple[int, float, Passkey]) -> Retrieval:
+    def answers(asked: tuple[int, float, Passkey]) -> list[Retrieval]:
         length, depth, hidden = asked
-        return Retrieval(length, depth, hidden.key, ask(model, tokenizer, hidden.text, hidden.question))
+        return [Retrieval(length, depth, hidden.key, *ask(model, tokenizer, hidden.text, [hidden.question]))]
 
-    return under_each_scheme(model, schemes, questions, answer, progress)
+    return under_each_scheme(model, schemes, questions, answers, progress)
 
 
 def under_each_scheme(
     model: nn.Module,
     schemes: Mapping[str, Scheme],
-    questions: Sequence[Asked],
-    answer: Callable[[Asked], Answered],
+    texts: Sequence[Asked],
+    answers: Callable[[Asked], Sequence[Answered]],
     progress: bool,
 ) -> dict[str, list[Answered]]:
-    """``answer`` of each question, while ``model`` has each of ``schemes`` (None: full precision) applied. Decoding is
-    not compiled."""
+    """All ``answers`` about ``texts``, while ``model`` has each of ``schemes`` (None: full precision) applied. Decoding
+    is not compiled."""
     results: dict[str, list[Answered]] = {name: [] for name in schemes}
-    with bar("", len(schemes) * len(questions), "answer", progress) as answers:
+    with bar("", len(schemes) * len(texts), "text", progress) as done:
         for name, scheme in schemes.items():
-            answers.set_description(name)
+            done.set_description(name)
             with packed(model, scheme, **({} if scheme is None else {"lowering": "eager"})):
-                for question in questions:
-                    results[name].append(answer(question))
-                    answers.update()
+                for text in texts:
+                    results[name] += answers(text)
+                    done.update()
     return results

@@ -1,7 +1,8 @@
 """Tasks after RULER (arXiv 2404.06654), generated: needles, variable tracking and common words, at a chosen length.
 
-As in `retrieval`, the text is read first, and the question follows in a call of its own, so that it and the answer
-attend to the text as it is stored. An answer is scored by the share of the wanted strings that it contains.
+As in `retrieval`, the text is read first, and a question follows in a call of its own, so that it and the answer attend
+to the text as it is stored. A text that hides several keys is read once and asked for each of them. An answer is scored
+by the share of the wanted strings that it contains.
 """
 
 import random
@@ -23,17 +24,23 @@ from .size import Scheme
 from .texts import read
 
 
+class _Asked(NamedTuple):
+    """question, begun: see `around`; wanted: the strings of a right answer."""
+
+    question: str
+    begun: str
+    wanted: tuple[str, ...]
+
+
 class _Parts(NamedTuple):
-    """task, question, begun: see `around`; wanted: the strings of a right answer; most: tokens of an answer.
+    """task: see `around`; asked: questions about one text; most: tokens of an answer.
 
     needles: sentences to hide in filler, in this order; None if ``listed`` makes the text.
     listed: a text of n entries.
     """
 
     task: str
-    question: str
-    begun: str
-    wanted: tuple[str, ...]
+    asked: tuple[_Asked, ...]
     most: int
     needles: tuple[str, ...] | None = None
     listed: Callable[[int], str] | None = None
@@ -41,11 +48,18 @@ class _Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """text: ``[1, S]`` tokens; question: ``[1, Q]`` tokens; wanted: strings; most: how many tokens an answer takes."""
+    """tokens: ``[1, Q]``; wanted: the strings of a right answer."""
+
+    tokens: Tensor
+    wanted: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """text: ``[1, S]`` tokens; questions: about this text; most: how many tokens an answer takes."""
 
     text: Tensor
-    question: Tensor
-    wanted: tuple[str, ...]
+    questions: tuple[Question, ...]
     most: int
 
 
@@ -71,7 +85,7 @@ def _words() -> list[str]:
 
 
 def _needles(keys: int, values: int) -> Callable[[random.Random], _Parts]:
-    """``keys`` keys with ``values`` numbers each; the question asks for all numbers of one key."""
+    """``keys`` keys with ``values`` numbers each; a question asks for all numbers of one key."""
 
     def made(draw: random.Random) -> _Parts:
         names = draw.sample(_words(), keys)
@@ -80,10 +94,16 @@ def _needles(keys: int, values: int) -> Callable[[random.Random], _Parts]:
             f"One of the special magic numbers for {name} is: {number}." for name in names for number in numbers[name]
         ]
         draw.shuffle(hidden)
-        what = f"What are all the special magic numbers for {names[0]} mentioned in the text?"
-        begun = f"The special magic numbers for {names[0]} mentioned in the text are"
+        asked = [
+            _Asked(
+                f"What are all the special magic numbers for {name} mentioned in the text?",
+                f"The special magic numbers for {name} mentioned in the text are",
+                numbers[name],
+            )
+            for name in names
+        ]
         task = "Some special magic numbers are hidden in the following text. Memorize them. I will ask for them.\n\n"
-        return _Parts(task, what, begun, numbers[names[0]], 12 + 12 * values, tuple(hidden))
+        return _Parts(task, tuple(asked), 12 + 12 * values, tuple(hidden))
 
     return made
 
@@ -102,7 +122,7 @@ def _variables(hops: int) -> Callable[[random.Random], _Parts]:
         what = f"Find all variables that are assigned the value {value}, directly or through others."
         begun = f"{hops + 1} variables are assigned the value {value}, they are:"
         task = "Memorize and track the chain of variable assignments hidden in the following text.\n\n"
-        return _Parts(task, what, begun, tuple(names), 8 * (hops + 2), (first, *chain))
+        return _Parts(task, (_Asked(what, begun, tuple(names)),), 8 * (hops + 2), (first, *chain))
 
     return made
 
@@ -122,7 +142,7 @@ def _common(count: int, often: int, seldom: int) -> Callable[[random.Random], _P
 
         task = "Below is a numbered list of words, some of which appear more often than others. Memorize these.\n\n"
         what, begun = f"What are the {count} most common words in the list?", f"The {count} most common words are:"
-        return _Parts(task, what, begun, tuple(common), 8 * count, listed=listed)
+        return _Parts(task, (_Asked(what, begun, tuple(common)),), 8 * count, listed=listed)
 
     return made
 
@@ -134,11 +154,11 @@ TASKS: dict[str, Callable[[random.Random], _Parts]] = {
     "variables": _variables(4),
     "common-words": _common(10, 15, 2),
 }
-"""Name -> what makes the parts of a question."""
+"""Name -> what makes the parts of a document."""
 
 
-def question(tokenizer: PreTrainedTokenizerBase, filler: Tensor, task: str, length: int, seed: int = 0) -> Question:
-    """A question of ``task`` with a text of about ``length`` tokens.
+def document(tokenizer: PreTrainedTokenizerBase, filler: Tensor, task: str, length: int, seed: int = 0) -> Document:
+    """A text of about ``length`` tokens for ``task``, with its questions.
 
     filler: ``[1, S]`` tokens of any text, with S of at least ``length``.
 
@@ -148,7 +168,8 @@ def question(tokenizer: PreTrainedTokenizerBase, filler: Tensor, task: str, leng
         raise KVPassError(f"Unknown task {shown(task)}: choose from {', '.join(TASKS)}.")
     draw = random.Random(f"{task} {seed}")
     parts = TASKS[task](draw)
-    before, after = around(tokenizer, parts.task, parts.question, parts.begun)
+    sides = [around(tokenizer, parts.task, asked.question, asked.begun) for asked in parts.asked]
+    before = sides[0][0]
     room = length - len(encode(tokenizer, before))
     if parts.listed is not None:
         body = _of_length(tokenizer, parts.listed, room)
@@ -163,8 +184,11 @@ def question(tokenizer: PreTrainedTokenizerBase, filler: Tensor, task: str, leng
         cuts = sorted(draw.randrange(room + 1) for _ in needles)
         pieces = [str(tokenizer.decode(filler[0, a:b])) for a, b in zip([0, *cuts], [*cuts, room], strict=True)]
         body = pieces[0] + "".join(f"\n\n{n}\n\n{piece}" for n, piece in zip(needles, pieces[1:], strict=True))
-    text, asked = (encode(tokenizer, part) for part in (f"{before}{body}\n\n", after))
-    return Question(torch.tensor([text]), torch.tensor([asked]), parts.wanted, parts.most)
+    questions = [
+        Question(torch.tensor([encode(tokenizer, after)]), asked.wanted)
+        for (_, after), asked in zip(sides, parts.asked, strict=True)
+    ]
+    return Document(torch.tensor([encode(tokenizer, f"{before}{body}\n\n")]), tuple(questions), parts.most)
 
 
 def _of_length(tokenizer: PreTrainedTokenizerBase, listed: Callable[[int], str], room: int) -> str:
@@ -189,19 +213,20 @@ def run_ruler(
     repeats: int = 1,
     progress: bool = True,
 ) -> dict[str, list[Answer]]:
-    """Ask the same questions of each scheme (None: full precision), ``repeats`` of each task and length.
+    """Ask the same questions of each scheme (None: full precision), about ``repeats`` texts for each task and length.
 
-    Decoding is not compiled, because answers are short. Raises `KVPassError` as `question` and `kvpass.apply` do.
+    Decoding is not compiled, because answers are short. Raises `KVPassError` as `document` and `kvpass.apply` do.
     """
-    asked = [
-        (task, length, question(tokenizer, filler, task, length, seed))
+    documents = [
+        (task, length, document(tokenizer, filler, task, length, seed))
         for task in tasks
         for length in lengths
         for seed in range(repeats)
     ]
 
-    def answer(one: tuple[str, int, Question]) -> Answer:
-        task, length, put = one
-        return Answer(task, length, put.wanted, ask(model, tokenizer, put.text, put.question, put.most))
+    def answers(one: tuple[str, int, Document]) -> list[Answer]:
+        task, length, read = one
+        said = ask(model, tokenizer, read.text, [question.tokens for question in read.questions], read.most)
+        return [Answer(task, length, q.wanted, answer) for q, answer in zip(read.questions, said, strict=True)]
 
-    return under_each_scheme(model, schemes, asked, answer, progress)
+    return under_each_scheme(model, schemes, documents, answers, progress)
