@@ -184,13 +184,21 @@ def kl(of: dict) -> str:
 
 
 def verdict(table: Table, rows: dict, model_name: str) -> str:
-    """How many pairs of the paper's ``rows`` are in its order. ``model_name`` is named if it is not empty."""
+    """How the pairs of the paper's ``rows`` are ordered. ``model_name`` is named if it is not empty."""
     same, other, open_ = order(table, rows)
     where = f"{model_name}: of" if model_name else "Of"
-    text = f"{where} {len(same) + len(other) + len(open_)} pairs of the paper's rows, {len(same)} are in its order"
-    text += f", {len(other)} the other way round" + (f" ({'; '.join(other)})" if other else "")
-    named = f" ({'; '.join(open_)})" if 0 < len(open_) <= NAMED else ""
-    return f"{text}, and {len(open_)} not told apart{named}."
+    return "\n".join([
+        f"{where} {len(same) + len(other) + len(open_)} pairs of the paper's rows, {len(same)} are in its order.\n",
+        f"- The other way round: {counted(other)}.",
+        f"- Not told apart: {counted(open_, NAMED)}.",
+    ])  # fmt: skip
+
+
+def counted(pairs: Sequence[str], most: int | None = None) -> str:
+    """How many ``pairs`` there are, and which, unless there are more than ``most``."""
+    if not pairs:
+        return "none"
+    return f"{len(pairs)}" if most and len(pairs) > most else f"{len(pairs)} ({'; '.join(pairs)})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
