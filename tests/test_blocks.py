@@ -285,6 +285,7 @@ def test_parts_of_a_block_do_not_overlap(scheme, size, dtype):
         ("kivi", torch.float32, single_query_cpp),
         ("kivi-sinks", torch.bfloat16, single_query_cpp),
         ("kivi-1", torch.float32, single_query_cpp),
+        ("higgs", torch.float32, single_query_cpp),
         ("kivi-s8", torch.float32, single_query_inductor),
         ("higgs-sinks", torch.float32, single_query_inductor),
     ],
@@ -307,7 +308,8 @@ def test_the_single_query_kernel_equals_the_reference(scheme, dtype, kernel):
     [
         ("kivi", 0.0, "cpp", "cpp"),
         ("kivi", 5.0, "inductor", "reference"),
-        ("higgs", 0.0, "inductor", "cpp"),
+        ("higgs", 0.0, "cpp", "cpp"),
+        ("kivi-s8", 0.0, "inductor", "cpp"),
         ("e8", 0.0, "reference", "cpp"),
         ("identity", 5.0, "reference", "reference"),
     ],

@@ -50,6 +50,29 @@ def assert_as_the_reference(
         torch.testing.assert_close(got, expected, atol=error, rtol=error)
 
 
+BY_TOKEN = [
+    ("higgs", torch.float32, (2, 3, 3, 64)),
+    ("higgs-sinks", torch.bfloat16, (1, 2, 8, 64)),
+    ("higgs-1.5", torch.float32, (2, 1, 2, 128)),
+    ("higgs-3", torch.float32, (1, 2, 1, 32)),
+    ("higgs-4", torch.bfloat16, (1, 1, 11, 64)),
+    (dict(scheme="higgs", group_size=32), torch.float32, (1, 2, 2, 96)),
+    ("quarot-2", torch.float32, (2, 2, 2, 128)),
+    (dict(scheme="rtn", bits=3, group_size=16), torch.float32, (1, 2, 4, 48)),
+    ("turboquant", torch.float32, (1, 2, 4, 32)),
+]
+
+
+@pytest.mark.slow_cases("higgs-3-*", "higgs-1.5-*", "turboquant-*")
+@pytest.mark.parametrize("present", [True, False])
+@pytest.mark.parametrize(("scheme", "dtype", "shape"), BY_TOKEN, ids=str)
+def test_attention_over_codes_by_token_equals_the_reference(scheme, dtype, shape, present):
+    """Grids of one, two and four dimensions, uniform codes in one or two fields, rotated or not, with centred keys, and
+    with one or more groups."""
+    plan = get(scheme).plan(LayerGeometry(0, 1, shape[1], shape[3], dtype, CPU))
+    assert_as_the_reference(attend_codes, plan, shape, dtype, present, (1, 3, 40, 65, 97, 1100))
+
+
 @pytest.mark.slow_cases("squat-*", "kivi-1-*")
 @pytest.mark.parametrize("present", [True, False])
 @pytest.mark.parametrize(
@@ -106,6 +129,7 @@ def test_attention_over_per_channel_widths_equals_the_reference(scheme, dtype, s
         ("kivi", torch.float32, (2, 2, 3, 64), 5),
         ("kivi-sinks", torch.bfloat16, (1, 2, 1, 32), 16),
         ("kivi-sinks", torch.float32, (1, 1, 12, 32), 2),
+        ("higgs-sinks", torch.float32, (2, 2, 3, 32), 3),
         ("waterfill", torch.float32, (2, 1, 3, 64), 5),
         ("waterfill", torch.bfloat16, (1, 2, 1, 32), 7),
         ("waterfill-heads", torch.float32, (2, 3, 2, 32), 3),
@@ -114,7 +138,7 @@ def test_attention_over_per_channel_widths_equals_the_reference(scheme, dtype, s
 def test_attention_of_several_tokens_equals_the_reference(scheme, dtype, shape, tokens, present):
     """Tokens of a call see each other causally. Some of them are sinks, or none; queries fill blocks or do not."""
     plan = get(scheme).plan(LayerGeometry(0, 1, shape[1], shape[3], dtype, CPU))
-    module = attend_codes if scheme.startswith("kivi") else attend_allocated
+    module = attend_allocated if scheme.startswith("waterfill") else attend_codes
     lengths = (3, 40, 97, 1100) if module is attend_codes else (3, 100, 165, 1100)
     assert_as_the_reference(module, plan, shape, dtype, present, lengths, tokens=tokens)
 
@@ -144,10 +168,10 @@ def added(batch, heads, queries, tokens):
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("mask", [padding, scattered, added])
-@pytest.mark.parametrize("scheme", ["kivi-sinks", "waterfill", "waterfill-heads"])
+@pytest.mark.parametrize("scheme", ["kivi-sinks", "higgs-sinks", "waterfill", "waterfill-heads"])
 def test_masks_hide_and_weigh_tokens_as_in_the_reference(scheme, mask, tokens):
     plan = get(scheme).plan(LayerGeometry(0, 1, 2, 32, torch.float32, CPU))
-    module = attend_codes if scheme.startswith("kivi") else attend_allocated
+    module = attend_allocated if scheme.startswith("waterfill") else attend_codes
     assert_as_the_reference(
         module, plan, (2, 2, 3, 32), torch.float32, True, (2, 170, 1100), tokens=tokens, mask_of=mask
     )
@@ -158,7 +182,7 @@ def test_masks_hide_and_weigh_tokens_as_in_the_reference(scheme, mask, tokens):
 def test_sinks_join_the_softmax_as_in_the_reference(scheme, tokens):
     """With logits that outweigh all tokens, and far smaller ones, in another dtype."""
     plan = get(scheme).plan(LayerGeometry(0, 1, 2, 32, torch.float32, CPU))
-    module = attend_codes if scheme.startswith("kivi") else attend_allocated
+    module = attend_allocated if scheme.startswith("waterfill") else attend_codes
     sinks = torch.tensor([30.0, 5, 0, 1, -2, -1e4], dtype=torch.float64)
     given = dict(tokens=tokens, sinks=sinks)
     assert_as_the_reference(module, plan, (2, 2, 3, 32), torch.float32, True, (2, 170, 1100), **given)
@@ -175,7 +199,12 @@ def test_kernels_agree_for_every_vector_size(vectors, tokens):
         kernel.cache_clear()
     try:
         with inductor_config.patch({"cpp.simdlen": vectors}):
-            for module, scheme in ((attend_codes, "kivi"), (attend_allocated, "waterfill")):
+            for module, scheme in (
+                (attend_codes, "kivi"),
+                (attend_codes, "higgs"),
+                (attend_codes, "higgs-3"),
+                (attend_allocated, "waterfill"),
+            ):
                 plan = get(scheme).plan(LayerGeometry(0, 1, 2, 64, torch.bfloat16, CPU))
                 assert_as_the_reference(module, plan, (1, 2, 3, 64), torch.bfloat16, True, (200,), tokens=tokens)
     finally:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..codec.spec import parse
-from ..lowering.cpp.attend_codes import at_a_time, defines_of, serves
+from ..lowering.cpp.attend_codes import at_a_time, defines_of, parts_of, reading_of, serves
 from ..lowering.cpp.build import build, source
 from ..lowering.table import DispatchKey
 from .batch import Batch, Tiles
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from .paged_attention import Layer
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("exact_tokens.h", "single_query.cpp")]
-_TYPES = ["const uint8_t*", "uint8_t*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *15 * ["int64_t"], "float"]
+_TYPES = ["const uint8_t*", "uint8_t*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *4 * ["const float*"]]
+_TYPES += [*16 * ["int64_t"], "float"]
 
 
 HAS = None
@@ -34,7 +35,8 @@ def refuses(dispatch: DispatchKey) -> str | None:
     if dispatch.extras:
         return f"it does not support {', '.join(dispatch.extras)}."
     key, value = map(parse, dispatch.specs)
-    if dispatch.dtype is None or not serves(key, value, dispatch.head_dim, dispatch.dtype):
+    served = dispatch.dtype is not None and serves(key, value, dispatch.head_dim, dispatch.dtype)
+    if not served or key.transform.center:
         return "it has no kernel for this codec, head_dim and dtype."
     return None
 
@@ -59,10 +61,11 @@ class SingleQueryAttention:
         q = q[tiles.rows[:, 0]].to(layer.window.dtype)
         out = torch.empty_like(q)
         queries = q.shape[1] // heads
+        given, reading = reading_of(layer.key, layer.value, q.shape[2])
         self._kernel(at_a_time(queries, 1))(
-            q, out, found.total, found.packed, found.half, found.blocks, found.window, *self._tensors, len(q), heads,
-            found.blocks.shape[1], found.window.shape[1], *self._where, batch.lead, *self._window,
-            queries, torch.get_num_threads(), layer.scale,
+            q, out, found.total, found.packed, found.half, found.blocks, found.window, *self._tensors,
+            *(q if x is None else x for x in reading), len(q), heads, found.blocks.shape[1], found.window.shape[1],
+            *self._where, batch.lead, *self._window, given, queries, torch.get_num_threads(), layer.scale,
         )  # fmt: skip
         return out
 
@@ -70,5 +73,5 @@ class SingleQueryAttention:
         if queries not in self._kernels:
             key, value, window = self._layer.key, self._layer.value, self._layer.window
             defines = defines_of(key, value, window.shape[-1] // 2, queries, window.dtype)
-            self._kernels[queries] = build(source(defines, "tokens.h", "codes.h", *_SOURCES), _TYPES)
+            self._kernels[queries] = build(source(defines, *parts_of(key, value), *_SOURCES), _TYPES)
         return self._kernels[queries]

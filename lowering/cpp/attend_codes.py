@@ -1,7 +1,7 @@
-"""Attention of a few query tokens per sample on CPUs, for keys with per-channel scales and values with per-token scales
-(KIVI, arXiv:2402.02750).
+"""Attention of a few query tokens per sample on CPUs, over uniform codes or points of a grid. Values have per-token
+scales, and keys per-channel scales (KIVI, arXiv:2402.02750) or per-token scales (QuaRot, HIGGS).
 
-Codes are read in place. Scales are multiplied into the queries and weights instead of into the codes.
+Codes are read in place. Scales are multiplied into the queries, scores and weights instead of into the codes.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.bitpack import FIELDS
+from kvpass.codec.codebook import grid
+from kvpass.codec.hadamard import basis
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.tensors import Pack
 from kvpass.layout.pool import capacity
@@ -25,41 +27,104 @@ MOST = 8
 """Query heads of a KV head at a time, if a call has one token: sums of more do not fit into registers."""
 LANES = 16
 """Largest number of vector lanes. Page and group sizes are multiples of it."""
-_SERVED = {f"bits={bits}" for bits, fields in FIELDS.items() if len(fields) == 1}
-_SERVED |= {"per=channel", "per=token", "keep=recent", "codec=", "evict=attention", "fit=minmax", "predictor="}
+_CHANNEL = {f"bits={bits}" for bits, fields in FIELDS.items() if len(fields) == 1}
+_CHANNEL |= {"per=channel", "per=token", "keep=recent", "codec=", "evict=attention", "fit=minmax", "predictor="}
+_TOKEN = _CHANNEL | {f"bits={bits}" for bits in FIELDS} | {"rotation", "grid"}
 SOFTMAX_TYPES = "const uint8_t*", *4 * ["int64_t"], "const float*", "int64_t", "float*", "int64_t"
 """Types of the arguments that `softmax_arguments` returns."""
 DTYPES = torch.float32, torch.bfloat16
-_TYPES = ["const uint8_t*", "uint8_t*", *10 * ["const uint8_t*"], *15 * ["int64_t"], *SOFTMAX_TYPES, "int64_t", "float"]
+_TYPES = ["const uint8_t*", "uint8_t*", *10 * ["const uint8_t*"], *4 * ["const float*"], "const uint8_t*"]
+_TYPES += [*16 * ["int64_t"], *SOFTMAX_TYPES, "int64_t", "float"]
+_IN_CODE_ORDER, _TO_CODES, _FROM_CODES, _CENTER = 1, 2, 4, 8  # Reading of attend_parts.h
 
 
 @cache
 def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether `codes.h` supports these specs, for tokens of ``dtype``."""
+    """Whether `channel_codes.h` or `token_codes.h` supports these specs, for tokens of ``dtype``."""
     return (
         dtype in DTYPES
         and value.retention.residual >= key.retention.residual
         and (key.page_size, key.retention.sinks) == (value.page_size, value.retention.sinks)
-        and all(not spec.quantizer.raw and spec.stored_as.features <= _SERVED for spec in (key, value))
+        and not any(spec.quantizer.raw for spec in (key, value))
+        and not any(size % LANES for size in (head_dim, key.page_size))
+        and (_by_channel(key, value) or by_token(key, value))
+    )
+
+
+def _by_channel(key: CodecSpec, value: CodecSpec) -> bool:
+    """Whether `channel_codes.h` supports these specs."""
+    return (
+        all(spec.stored_as.features <= _CHANNEL for spec in (key, value))
         and (key.quantizer.per, value.quantizer.per) == ("channel", "token")
         and key.quantizer.group_size == key.page_size
-        and not any(size % LANES for size in (head_dim, key.page_size, value.quantizer.group_size))
+        and not value.quantizer.group_size % LANES
+    )
+
+
+def by_token(key: CodecSpec, value: CodecSpec) -> bool:
+    """Whether `token_codes.h` supports these specs."""
+    return (
+        key.stored_as.features <= _TOKEN | {"center"}
+        and value.stored_as.features <= _TOKEN
+        and (key.quantizer.per, value.quantizer.per) == ("token", "token")
+        and not any(spec.quantizer.group_size // spec.quantizer.dim % LANES for spec in (key, value))
     )
 
 
 def defines_of(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> dict[str, int]:
-    """The macros of `codes.h`."""
-    return dict(
+    """The macros of the sources of `parts_of`."""
+    common = dict(
         HEAD=head_dim, QUERIES=queries, PAGE=key.page_size, KEY_BITS=key.bits, VALUE_BITS=value.bits,
-        GROUP=value.quantizer.group_size, SINKS=key.retention.sinks, BFLOAT16=int(dtype == torch.bfloat16),
+        SINKS=key.retention.sinks, BFLOAT16=int(dtype == torch.bfloat16),
     )  # fmt: skip
+    if not by_token(key, value):
+        return common | dict(GROUP=value.quantizer.group_size)
+    for name, quantizer in (("KEY", key.quantizer), ("VALUE", value.quantizer)):
+        points = len(grid(quantizer.grid)) if quantizer.grid else 0
+        common |= {f"{name}_DIM": quantizer.dim, f"{name}_POINTS": points, f"{name}_GROUP": quantizer.group_size}
+    return common
+
+
+def parts_of(key: CodecSpec, value: CodecSpec) -> tuple[str, ...]:
+    """Sources of attention over parts of a context, without a kernel."""
+    return "tokens.h", "token_codes.h" if by_token(key, value) else "channel_codes.h", "attend_parts.h"
 
 
 @cache
 def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
     defines = defines_of(key, value, head_dim, queries, dtype)
     defines |= dict(KEY_WINDOW=key.retention.ring_size, VALUE_WINDOW=value.retention.ring_size)
-    return build(source(defines, "tokens.h", "codes.h", "rings.h", "attend_codes.cpp"), _TYPES)
+    return build(source(defines, *parts_of(key, value), "rings.h", "attend_codes.cpp"), _TYPES)
+
+
+@cache
+def _points(spec: CodecSpec) -> Tensor | None:
+    """The points of a grid, ``[d, n]`` float32; None for uniform codes."""
+    return grid(spec.quantizer.grid).T.contiguous() if spec.quantizer.grid else None
+
+
+@cache
+def _to_codes(spec: CodecSpec, head_dim: int) -> Tensor | None:
+    """The matrix ``[D, D]`` that rotates tokens as ``spec`` does and brings channels of one place in all codes next to
+    each other; None if it changes nothing."""
+    rotation, dim = spec.transform.rotation, spec.quantizer.dim
+    if rotation is None and dim == 1:
+        return None
+    rotated = torch.eye(head_dim) if rotation is None else basis(head_dim, rotation)
+    return rotated.unflatten(1, (-1, dim)).transpose(1, 2).flatten(1).contiguous()
+
+
+@cache
+def reading_of(key: CodecSpec, value: CodecSpec, head_dim: int) -> tuple[int, list[Tensor | None]]:
+    """``given`` of Reading (attend_parts.h), and its arguments: points of keys and values, and matrices to and from
+    code order."""
+    key, value = key.stored_as, value.stored_as
+    if not by_token(key, value):
+        return 0, [None] * 4
+    to_codes, from_codes = (_to_codes(spec, head_dim) for spec in (key, value))
+    from_codes = None if from_codes is None else from_codes.T.contiguous()
+    given = _IN_CODE_ORDER + (to_codes is not None) * _TO_CODES + (from_codes is not None) * _FROM_CODES
+    return given, [_points(key), _points(value), to_codes, from_codes]
 
 
 def attend(call: AttendCall[Pack]) -> list[Tensor]:
@@ -73,9 +138,13 @@ def attend(call: AttendCall[Pack]) -> list[Tensor]:
     pools = [pool.contiguous() for pack in (key, value) for pool in pack.pools]
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
     out, lse = outputs(call, q)
+    given, reading = reading_of(k_spec, v_spec, head_dim)
+    if (center := key.fitted.get("center")) is not None:
+        given += _CENTER
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, at_a_time(queries, tokens), dtype)(
-        q, out, *pools, *exact, batch, heads, n, present, packed, key_pages, *rooms, queries, tokens, int(call.causal),
-        *softmax_arguments(call, q, lse), torch.get_num_threads(), call.scale,
+        q, out, *pools, *exact, *(q if x is None else x for x in (*reading, center)), batch, heads, n, present, packed,
+        key_pages, *rooms, given, queries, tokens, int(call.causal), *softmax_arguments(call, q, lse),
+        torch.get_num_threads(), call.scale,
     )  # fmt: skip
     return [out, *lse]
 

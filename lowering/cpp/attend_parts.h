@@ -1,98 +1,63 @@
-// Attention of a few query tokens over keys with per-channel scales and values with per-token scales. Needs tokens.h.
-//
-// Macros: KEY_BITS and VALUE_BITS: bit widths. GROUP: channels of a value that share a scale.
+// Attention of a few query tokens over packed and exact tokens. Needs channel_codes.h or token_codes.h.
 //
 // A part of the context of a KV head is processed in pieces of at most one page: scores, then weights, then values. A
 // Context knows where the data is: pool(which, page) returns the codes, scales and zero points of a page of keys (which
-// = 0, 1, 2) and of values (3, 4, 5). In addition it has the functions that RunningSoftmax::add_all_exact needs.
+// = 0, 1, 2) and of values (3, 4, 5). In addition it has the functions that RunningSoftmax::add_all_exact needs, and is
+// ReadBy.
 namespace {
 
-constexpr int VECTORS = HEAD / LANES, GROUPS = HEAD / GROUP, PAGES_PER_PART = 16;
+constexpr int PAGES_PER_PART = 16;
 
-// The weight of the codes of each token. Codes are masked but not shifted.
-template <int BITS>
-struct Units {
-    float of[PAGE];
-    constexpr Units() : of() {
-        for (int t = 0; t < PAGE; t++) of[t] = 1.0f / (1 << t / (PAGE * BITS / 8) * BITS);
+// What the codes of all heads are read with. Where a code stands for several channels, those of one place in all codes
+// are next to each other ("code order").
+struct Reading {
+    enum Given { IN_CODE_ORDER = 1, TO_CODES = 2, FROM_CODES = 4, CENTER = 8 };
+
+    std::vector<float> turned;  // queries in code order, multiplied by the scale of scores, [heads, queries, HEAD]
+    std::vector<float> shifts;  // what is added to their scores, [heads, queries]
+    const float *key_points, *value_points;  // of grids, [DIM, POINTS]
+    const float* from_codes;                 // the matrix that brings values to channels, [HEAD, HEAD], or null
+
+    // q: [heads, queries, HEAD], with the heads of all samples. given: which of the other arguments are there, as a sum
+    // of Given. to_codes: the matrix that brings queries to code order and rotates them as keys are. center: what was
+    // subtracted from keys, [heads, HEAD].
+    Reading(
+        const Token* q, float scale, int64_t heads, int64_t queries, int64_t given, const float* key_points,
+        const float* value_points, const float* to_codes, const float* from_codes, const Scale* center
+    ) : key_points(key_points), value_points(value_points), from_codes(given & FROM_CODES ? from_codes : nullptr) {
+        if (!(given & IN_CODE_ORDER)) return;
+        turned.resize(heads * queries * HEAD), shifts.resize(heads * queries);
+        for (int64_t row = 0; row < heads * queries; row++) {
+            float own[HEAD], *to = turned.data() + row * HEAD;
+            for (int d = 0; d < HEAD; d++) own[d] = number(q[row * HEAD + d]) * (scale / LN_2);
+            for (int d = 0; given & CENTER && d < HEAD; d++)
+                shifts[row] += own[d] * number(center[row / queries * HEAD + d]);
+            if (given & TO_CODES) multiply(own, to_codes, to);
+            else std::copy_n(own, HEAD, to);
+        }
+    }
+
+    // The product of a row x and a matrix [HEAD, HEAD].
+    static void multiply(const float* x, const float* matrix, float* to) {
+        Floats found[HEAD / LANES] = {};
+        for (int i = 0; i < HEAD; i++)
+            for (int v = 0; v < HEAD / LANES; v++) found[v] += load<Floats>(matrix + i * HEAD + v * LANES) * x[i];
+        std::memcpy(to, found, sizeof(found));
+    }
+
+    void to_channels(float* x) const {
+        if (from_codes) multiply(x, from_codes, x);
     }
 };
 
-struct Part : RunningSoftmax {
-    float scores[QUERIES * PAGE];
+// reading: of all heads; row: the first query of a head.
+struct ReadBy {
+    const Reading& reading;
+    int64_t row;
+};
 
-    using RunningSoftmax::RunningSoftmax;
-
-    void score_page(const uint8_t* codes, const Scale* scales, const Scale* zeros) {
-        constexpr int PLANES = 8 / KEY_BITS, ROWS = PAGE / PLANES, ONES = (1 << KEY_BITS) - 1;
-        static constexpr Units<KEY_BITS> units;
-        Floats scaled_query[QUERIES][VECTORS], zero[QUERIES] = {};
-        for (int v = 0; v < VECTORS; v++) {
-            const Floats scale = read(scales + v * LANES), zero_point = read(zeros + v * LANES);
-            for (int r = 0; r < QUERIES; r++) {
-                const Floats own = load<Floats>(q + r * HEAD + v * LANES);
-                scaled_query[r][v] = own * scale;
-                zero[r] += own * zero_point;
-            }
-        }
-        for (int row = 0; row < ROWS; row++) {
-            Floats found[PLANES][QUERIES] = {};
-            UNROLLED for (int v = 0; v < VECTORS; v++) {
-                const Ints loaded = widened(codes + row * HEAD + v * LANES);
-                UNROLLED for (int plane = 0; plane < PLANES; plane++) {
-                    const Floats field = numbers(loaded & ONES << KEY_BITS * plane);
-                    UNROLLED for (int r = 0; r < QUERIES; r++) found[plane][r] += field * scaled_query[r][v];
-                }
-            }
-            UNROLLED for (int plane = 0; plane < PLANES; plane++)
-                UNROLLED for (int r = 0; r < QUERIES; r++) products[r * PAGE + plane * ROWS + row] = found[plane][r];
-        }
-        for (int r = 0; r < QUERIES; r++) {
-            const float base = total(zero[r]);
-            for (int t = 0; t < PAGE; t += LANES)
-                store(scores + r * PAGE + t, sums(products + r * PAGE + t) * load<Floats>(units.of + t) + base);
-        }
-    }
-
-    void add_page(const uint8_t* codes, const Scale* scales, const Scale* zeros) {
-        constexpr int PLANES = 8 / VALUE_BITS, ROWS = PAGE / PLANES, ONES = (1 << VALUE_BITS) - 1;
-        static constexpr Units<VALUE_BITS> units;
-        float weights[GROUPS][QUERIES][PAGE], all_scales[PAGE * GROUPS], all_zeros[PAGE * GROUPS];
-        for (int i = 0; i < PAGE * GROUPS; i += LANES) {
-            store(all_scales + i, read(scales + i));
-            store(all_zeros + i, read(zeros + i));
-        }
-        for (int g = 0; g < GROUPS; g++) {
-            float scale[PAGE], zero_point[PAGE];
-            for (int t = 0; t < PAGE; t++) scale[t] = all_scales[t * GROUPS + g] * units.of[t];
-            for (int t = 0; t < PAGE; t++) zero_point[t] = all_zeros[t * GROUPS + g];
-            for (int r = 0; r < QUERIES; r++) {
-                Floats base = {};
-                for (int t = 0; t < PAGE; t += LANES) {
-                    const Floats weight = load<Floats>(scores + r * PAGE + t);
-                    store(weights[g][r] + t, weight * load<Floats>(scale + t));
-                    base += weight * load<Floats>(zero_point + t);
-                }
-                const float more = total(base);
-                float* own = out + r * HEAD + g * GROUP;
-                for (int d = 0; d < GROUP; d += LANES) store(own + d, load<Floats>(own + d) + more);
-            }
-        }
-        for (int g = 0; g < GROUPS; g++)
-            for (int d = g * GROUP; d < (g + 1) * GROUP; d += LANES) {
-                Floats found[QUERIES];
-                UNROLLED for (int r = 0; r < QUERIES; r++) found[r] = load<Floats>(out + r * HEAD + d);
-                for (int row = 0; row < ROWS; row++) {
-                    const Ints loaded = widened(codes + row * HEAD + d);
-                    UNROLLED for (int plane = 0; plane < PLANES; plane++) {
-                        const Floats field = numbers(loaded & ONES << VALUE_BITS * plane);
-                        const int t = plane * ROWS + row;
-                        UNROLLED for (int r = 0; r < QUERIES; r++) found[r] += field * weights[g][r][t];
-                    }
-                }
-                UNROLLED for (int r = 0; r < QUERIES; r++) store(out + r * HEAD + d, found[r]);
-            }
-    }
+struct Part : Codes {
+    using Codes::Codes;
 
     void weigh_page(int64_t page) {
         hide(SINKS + page * PAGE, PAGE, scores, PAGE);
@@ -156,8 +121,12 @@ void attend_all(
         const auto context = contexts(b, head);
         const Token* of_head = q + (b * heads + head) * queries.count * HEAD;
         Part found = queries.start<Part>(of_head, b, head, i % blocks, total[b], scale);
+        found.begin(context, i % blocks * QUERIES, queries.in_block(i % blocks));
         found.add_pages(context, begin, std::min(begin + PAGES_PER_PART, packed[b]));
-        if (part + 1 == first[b + 1]) found.add_exact_tokens(context, packed[b], key_pages[b], total[b]);
+        if (part + 1 == first[b + 1]) {
+            for (int r = 0; r < QUERIES; r++) context.reading.to_channels(found.out + r * HEAD);
+            found.add_exact_tokens(context, packed[b], key_pages[b], total[b]);
+        }
         std::copy(found.out, found.out + QUERIES * HEAD, outs.data() + i * QUERIES * HEAD);
         std::copy(found.peak, found.peak + QUERIES, peak.data() + i * QUERIES);
         std::copy(found.sum, found.sum + QUERIES, sum.data() + i * QUERIES);
@@ -170,12 +139,15 @@ void attend_all(
             for (int64_t part = first[b]; part < first[b + 1]; part++)
                 high = std::max(high, peak[part * tasks * QUERIES + own]);
             float all = std::exp2(sink - high);
-            for (int64_t part = first[b]; part < first[b + 1]; part++) {
+            const auto add = [&](int64_t part, float* sums) {
                 const int64_t at = part * tasks * QUERIES + own;
                 const float rescale = std::exp2(peak[at] - high);
                 all += sum[at] * rescale;
                 for (int d = 0; d < HEAD; d++) sums[d] += outs[at * HEAD + d] * rescale;
-            }
+            };
+            for (int64_t part = first[b]; part + 1 < first[b + 1]; part++) add(part, sums);
+            contexts(b, row / queries.count).reading.to_channels(sums);
+            add(first[b + 1] - 1, sums);
             Token* to = out + (b * heads * queries.count + row) * HEAD;
             for (int d = 0; d < HEAD; d++) round_to(to[d], attended(sums[d], all));
             if (queries.lse) queries.lse[b * heads * queries.count + row] = log_sum_exp(high, all);

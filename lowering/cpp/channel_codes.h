@@ -1,0 +1,101 @@
+// Pages of keys with per-channel scales and of values with per-token scales. Needs tokens.h.
+//
+// Macros: KEY_BITS and VALUE_BITS: bit widths. GROUP: channels of a value that share a scale.
+namespace {
+
+constexpr int VECTORS = HEAD / LANES, GROUPS = HEAD / GROUP;
+
+// The weight of the codes of each token. Codes are masked but not shifted.
+template <int BITS>
+struct Units {
+    float of[PAGE];
+    constexpr Units() : of() {
+        for (int t = 0; t < PAGE; t++) of[t] = 1.0f / (1 << t / (PAGE * BITS / 8) * BITS);
+    }
+};
+
+struct Codes : RunningSoftmax {
+    static constexpr int64_t KEYS = PAGE * KEY_BITS / 8 * HEAD, VALUES = PAGE * VALUE_BITS / 8 * HEAD;
+    static constexpr int64_t KEY_PARAMS = HEAD * sizeof(Scale), VALUE_PARAMS = PAGE * GROUPS * sizeof(Scale);
+    static constexpr int64_t BYTES[6] = {KEYS, KEY_PARAMS, KEY_PARAMS, VALUES, VALUE_PARAMS, VALUE_PARAMS};
+
+    float scores[QUERIES * PAGE];
+
+    using RunningSoftmax::RunningSoftmax;
+
+    template <typename Context>
+    void begin(const Context&, int64_t, int64_t) {}
+
+    void score_page(const uint8_t* codes, const Scale* scales, const Scale* zeros) {
+        constexpr int PLANES = 8 / KEY_BITS, ROWS = PAGE / PLANES, ONES = (1 << KEY_BITS) - 1;
+        static constexpr Units<KEY_BITS> units;
+        Floats scaled_query[QUERIES][VECTORS], zero[QUERIES] = {};
+        for (int v = 0; v < VECTORS; v++) {
+            const Floats scale = read(scales + v * LANES), zero_point = read(zeros + v * LANES);
+            for (int r = 0; r < QUERIES; r++) {
+                const Floats own = load<Floats>(q + r * HEAD + v * LANES);
+                scaled_query[r][v] = own * scale;
+                zero[r] += own * zero_point;
+            }
+        }
+        for (int row = 0; row < ROWS; row++) {
+            Floats found[PLANES][QUERIES] = {};
+            UNROLLED for (int v = 0; v < VECTORS; v++) {
+                const Ints loaded = widened(codes + row * HEAD + v * LANES);
+                UNROLLED for (int plane = 0; plane < PLANES; plane++) {
+                    const Floats field = numbers(loaded & ONES << KEY_BITS * plane);
+                    UNROLLED for (int r = 0; r < QUERIES; r++) found[plane][r] += field * scaled_query[r][v];
+                }
+            }
+            UNROLLED for (int plane = 0; plane < PLANES; plane++)
+                UNROLLED for (int r = 0; r < QUERIES; r++) products[r * PAGE + plane * ROWS + row] = found[plane][r];
+        }
+        for (int r = 0; r < QUERIES; r++) {
+            const float base = total(zero[r]);
+            for (int t = 0; t < PAGE; t += LANES)
+                store(scores + r * PAGE + t, sums(products + r * PAGE + t) * load<Floats>(units.of + t) + base);
+        }
+    }
+
+    void add_page(const uint8_t* codes, const Scale* scales, const Scale* zeros) {
+        constexpr int PLANES = 8 / VALUE_BITS, ROWS = PAGE / PLANES, ONES = (1 << VALUE_BITS) - 1;
+        static constexpr Units<VALUE_BITS> units;
+        float weights[GROUPS][QUERIES][PAGE], all_scales[PAGE * GROUPS], all_zeros[PAGE * GROUPS];
+        for (int i = 0; i < PAGE * GROUPS; i += LANES) {
+            store(all_scales + i, read(scales + i));
+            store(all_zeros + i, read(zeros + i));
+        }
+        for (int g = 0; g < GROUPS; g++) {
+            float scale[PAGE], zero_point[PAGE];
+            for (int t = 0; t < PAGE; t++) scale[t] = all_scales[t * GROUPS + g] * units.of[t];
+            for (int t = 0; t < PAGE; t++) zero_point[t] = all_zeros[t * GROUPS + g];
+            for (int r = 0; r < QUERIES; r++) {
+                Floats base = {};
+                for (int t = 0; t < PAGE; t += LANES) {
+                    const Floats weight = load<Floats>(scores + r * PAGE + t);
+                    store(weights[g][r] + t, weight * load<Floats>(scale + t));
+                    base += weight * load<Floats>(zero_point + t);
+                }
+                const float more = total(base);
+                float* own = out + r * HEAD + g * GROUP;
+                for (int d = 0; d < GROUP; d += LANES) store(own + d, load<Floats>(own + d) + more);
+            }
+        }
+        for (int g = 0; g < GROUPS; g++)
+            for (int d = g * GROUP; d < (g + 1) * GROUP; d += LANES) {
+                Floats found[QUERIES];
+                UNROLLED for (int r = 0; r < QUERIES; r++) found[r] = load<Floats>(out + r * HEAD + d);
+                for (int row = 0; row < ROWS; row++) {
+                    const Ints loaded = widened(codes + row * HEAD + d);
+                    UNROLLED for (int plane = 0; plane < PLANES; plane++) {
+                        const Floats field = numbers(loaded & ONES << VALUE_BITS * plane);
+                        const int t = plane * ROWS + row;
+                        UNROLLED for (int r = 0; r < QUERIES; r++) found[r] += field * weights[g][r][t];
+                    }
+                }
+                UNROLLED for (int r = 0; r < QUERIES; r++) store(out + r * HEAD + d, found[r]);
+            }
+    }
+};
+
+}  // namespace
