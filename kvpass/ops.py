@@ -62,7 +62,12 @@ from torch import Tensor
 
 from kvpass.lowering import inductor, reference, triton  # noqa: F401  (registers ops)
 from kvpass.lowering.call_types import AppendCall, AppendLayersCall, AttendCall, DequantizeCall
-from kvpass.lowering.cpp import dequantize_allocated, few_tokens, quantize_allocated  # noqa: F401  (registers ops)
+from kvpass.lowering.cpp import (  # noqa: F401  (registers ops)
+    dequantize_allocated,
+    few_tokens,
+    quantize_allocated,
+    quantize_grid,
+)
 from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, select
 from kvpass.lowering.window_mask import within_window
 

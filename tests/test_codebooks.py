@@ -17,7 +17,7 @@ from kvpass.lowering.call_types import AttendCall
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.schemes import HIGGSConfig, LayerGeometry
 
-from common import assert_same_contents, chunkings, coded, dtypes, only_reference, randn, recoded, seeds, state_of
+from common import assert_same_contents, awkward, chunkings, coded, dtypes, only_reference, randn, recoded, seeds, state_of
 
 GEOMETRY = LayerGeometry(0, 1, 2, 16, torch.float32, torch.device("cpu"))
 
@@ -197,3 +197,23 @@ def test_a_group_that_falls_on_the_point_zero_stays_zero():
     codes, scale, zero_point = quantize_pages(x, spec)
     assert torch.isfinite(scale).all()
     assert not dequantize_pages(codes, scale, zero_point, spec)[:, :, 3].any()
+
+
+# ---------------------------------------------------------------- the C++ kernel that quantizes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["normal", "outliers", "mixed magnitudes", "two values"])
+@pytest.mark.parametrize(
+    ("grid_name", "group_size", "rotation", "channels"),
+    [("d2n16", 64, 0, 64), ("d2n64", 48, 3, 96), ("d2n256", 32, None, 64), ("d4n64", 64, 1, 64), ("d1n8", 32, 2, 32)],
+)
+def test_the_kernel_quantizes_as_the_reference_bit_for_bit(grid_name, group_size, rotation, channels, kind, dtype):
+    bits = grid_shape(grid_name)[1]
+    text = str(coded(bits, "token", group_size, 32, rotation=rotation, grid=grid_name))
+    for pages in (1, 5):
+        x = awkward(pages, kind, 2, 3, pages * 32, channels, limit=100).to(dtype)
+        x[0, 0, 3] = 0
+        got, expected = (torch.ops.kvpass.quantize(x, [], text, name) for name in ("cpp-grid", "reference"))
+        for mine, theirs in zip(got, expected, strict=True):
+            assert mine.dtype == theirs.dtype and mine.shape == theirs.shape and torch.equal(mine, theirs)

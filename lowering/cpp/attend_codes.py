@@ -98,7 +98,7 @@ def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype
 
 
 @cache
-def _points(spec: CodecSpec) -> Tensor | None:
+def points_of(spec: CodecSpec) -> Tensor | None:
     """The points of a grid, ``[d, n]`` float32; None for uniform codes."""
     return grid(spec.quantizer.grid).T.contiguous() if spec.quantizer.grid else None
 
@@ -124,7 +124,7 @@ def reading_of(key: CodecSpec, value: CodecSpec, head_dim: int) -> tuple[int, li
     to_codes, from_codes = (_to_codes(spec, head_dim) for spec in (key, value))
     from_codes = None if from_codes is None else from_codes.T.contiguous()
     given = _IN_CODE_ORDER + (to_codes is not None) * _TO_CODES + (from_codes is not None) * _FROM_CODES
-    return given, [_points(key), _points(value), to_codes, from_codes]
+    return given, [points_of(key), points_of(value), to_codes, from_codes]
 
 
 def attend(call: AttendCall[Pack]) -> list[Tensor]:

@@ -16,7 +16,8 @@ from ..inductor.aot import unprobed
 from ..session import compiling
 
 _FOLDER = Path(__file__).parent
-OPTIONS = {"cpp_cache_precompile_headers": False, "cpp.enable_floating_point_contract_flag": "fast"}
+OPTIONS = {"cpp_cache_precompile_headers": False}
+_FUSED = "cpp.enable_floating_point_contract_flag"
 
 
 def text(defines: Mapping[str, float], *files: str | Path, namespace: str = "") -> str:
@@ -34,9 +35,9 @@ def source(defines: Mapping[str, float], *files: str | Path) -> str:
 
 @announced("kernels of a cache")
 @compiling()
-def build(source: str, types: Sequence[str]) -> Callable[..., None]:
+def build(source: str, types: Sequence[str], fused: bool = True) -> Callable[..., None]:
     """Compile C++ ``source`` and return its function ``kernel``. types: C++ types of its arguments; tensors are passed
-    for pointers."""
-    with inductor_config.patch(OPTIONS | unprobed()):
+    for pointers. fused: whether a product and a sum may be rounded once instead of twice."""
+    with inductor_config.patch(OPTIONS | {_FUSED: "fast" if fused else "off"} | unprobed()):
         kernel: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(list(types), source)
     return kernel

@@ -47,6 +47,8 @@ typedef _Float16 Scale;
 
 inline float number(Scale x) { return x; }
 
+inline void round_to(Scale& to, float x) { to = (Scale)x; }
+
 inline Floats read(const Scale* from) {
 #if LANES == 16
     return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
