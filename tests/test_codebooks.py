@@ -17,7 +17,18 @@ from kvpass.lowering.call_types import AttendCall
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.schemes import HIGGSConfig, LayerGeometry
 
-from common import assert_same_contents, awkward, chunkings, coded, dtypes, only_reference, randn, recoded, seeds, state_of
+from common import (
+    assert_same_contents,
+    awkward,
+    chunkings,
+    coded,
+    dtypes,
+    only_reference,
+    randn,
+    recoded,
+    seeds,
+    state_of,
+)
 
 GEOMETRY = LayerGeometry(0, 1, 2, 16, torch.float32, torch.device("cpu"))
 

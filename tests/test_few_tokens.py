@@ -83,6 +83,7 @@ def test_attention_over_codes_by_token_equals_the_reference(scheme, dtype, shape
         ("kivi-4", torch.float32, (3, 1, 1, 128)),
         ("squat", torch.bfloat16, (2, 2, 2, 96)),
         ("kivi-1", torch.float32, (1, 2, 4, 32)),
+        ("kivi-3", torch.float32, (1, 2, 3, 64)),
         ("kivi-sinks", torch.float32, (2, 1, 11, 32)),
     ],
 )

@@ -27,9 +27,8 @@ MOST = 8
 """Query heads of a KV head at a time, if a call has one token: sums of more do not fit into registers."""
 LANES = 16
 """Largest number of vector lanes. Page and group sizes are multiples of it."""
-_CHANNEL = {f"bits={bits}" for bits, fields in FIELDS.items() if len(fields) == 1}
-_CHANNEL |= {"per=channel", "per=token", "keep=recent", "codec=", "evict=attention", "fit=minmax", "predictor="}
-_TOKEN = _CHANNEL | {f"bits={bits}" for bits in FIELDS} | {"rotation", "grid"}
+_CHANNEL = {"per=channel", "per=token", *(f"bits={bits}" for bits in FIELDS)}
+_TOKEN = _CHANNEL | {"rotation", "grid"}
 SOFTMAX_TYPES = "const uint8_t*", *4 * ["int64_t"], "const float*", "int64_t", "float*", "int64_t"
 """Types of the arguments that `softmax_arguments` returns."""
 DTYPES = torch.float32, torch.bfloat16
@@ -87,7 +86,7 @@ def defines_of(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dt
 
 def parts_of(key: CodecSpec, value: CodecSpec) -> tuple[str, ...]:
     """Sources of attention over parts of a context, without a kernel."""
-    return "tokens.h", "token_codes.h" if by_token(key, value) else "channel_codes.h", "attend_parts.h"
+    return "tokens.h", "unpack.h", "token_codes.h" if by_token(key, value) else "channel_codes.h", "attend_parts.h"
 
 
 @cache
@@ -98,7 +97,7 @@ def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype
 
 
 @cache
-def points_of(spec: CodecSpec) -> Tensor | None:
+def _points(spec: CodecSpec) -> Tensor | None:
     """The points of a grid, ``[d, n]`` float32; None for uniform codes."""
     return grid(spec.quantizer.grid).T.contiguous() if spec.quantizer.grid else None
 
@@ -124,7 +123,7 @@ def reading_of(key: CodecSpec, value: CodecSpec, head_dim: int) -> tuple[int, li
     to_codes, from_codes = (_to_codes(spec, head_dim) for spec in (key, value))
     from_codes = None if from_codes is None else from_codes.T.contiguous()
     given = _IN_CODE_ORDER + (to_codes is not None) * _TO_CODES + (from_codes is not None) * _FROM_CODES
-    return given, [points_of(key), points_of(value), to_codes, from_codes]
+    return given, [_points(key), _points(value), to_codes, from_codes]
 
 
 def attend(call: AttendCall[Pack]) -> list[Tensor]:

@@ -1,9 +1,13 @@
-// Pages of keys with per-channel scales and of values with per-token scales. Needs tokens.h.
+// Pages of keys with per-channel scales and of values with per-token scales. Needs tokens.h
+// and unpack.h.
 //
 // Macros: KEY_BITS and VALUE_BITS: bit widths. GROUP: channels of a value that share a scale.
 namespace {
 
 constexpr int VECTORS = HEAD / LANES, GROUPS = HEAD / GROUP;
+
+// Bit width of the fields that codes are read from: those of several fields are unpacked first.
+constexpr int width_of(int bits) { return first_field(bits) < bits ? 8 : bits; }
 
 // The weight of the codes of each token. Codes are masked but not shifted.
 template <int BITS>
@@ -26,9 +30,18 @@ struct Codes : RunningSoftmax {
     template <typename Context>
     void begin(const Context&, int64_t, int64_t) {}
 
-    void score_page(const uint8_t* codes, const Scale* scales, const Scale* zeros) {
-        constexpr int PLANES = 8 / KEY_BITS, ROWS = PAGE / PLANES, ONES = (1 << KEY_BITS) - 1;
-        static constexpr Units<KEY_BITS> units;
+    // The page itself or, if codes have several fields, room with a byte for each.
+    template <int BITS>
+    static const uint8_t* fields(const uint8_t* page, uint8_t* room) {
+        if constexpr (width_of(BITS) == BITS) return page;
+        else return unpack<BITS, HEAD>(page, room);
+    }
+
+    void score_page(const uint8_t* page, const Scale* scales, const Scale* zeros) {
+        constexpr int BITS = width_of(KEY_BITS), PLANES = 8 / BITS, ROWS = PAGE / PLANES, ONES = (1 << BITS) - 1;
+        static constexpr Units<BITS> units;
+        uint8_t room[PAGE * HEAD];
+        const uint8_t* codes = fields<KEY_BITS>(page, room);
         Floats scaled_query[QUERIES][VECTORS], zero[QUERIES] = {};
         for (int v = 0; v < VECTORS; v++) {
             const Floats scale = read(scales + v * LANES), zero_point = read(zeros + v * LANES);
@@ -43,7 +56,7 @@ struct Codes : RunningSoftmax {
             UNROLLED for (int v = 0; v < VECTORS; v++) {
                 const Ints loaded = widened(codes + row * HEAD + v * LANES);
                 UNROLLED for (int plane = 0; plane < PLANES; plane++) {
-                    const Floats field = numbers(loaded & ONES << KEY_BITS * plane);
+                    const Floats field = numbers(loaded & ONES << BITS * plane);
                     UNROLLED for (int r = 0; r < QUERIES; r++) found[plane][r] += field * scaled_query[r][v];
                 }
             }
@@ -57,9 +70,11 @@ struct Codes : RunningSoftmax {
         }
     }
 
-    void add_page(const uint8_t* codes, const Scale* scales, const Scale* zeros) {
-        constexpr int PLANES = 8 / VALUE_BITS, ROWS = PAGE / PLANES, ONES = (1 << VALUE_BITS) - 1;
-        static constexpr Units<VALUE_BITS> units;
+    void add_page(const uint8_t* page, const Scale* scales, const Scale* zeros) {
+        constexpr int BITS = width_of(VALUE_BITS), PLANES = 8 / BITS, ROWS = PAGE / PLANES, ONES = (1 << BITS) - 1;
+        static constexpr Units<BITS> units;
+        uint8_t room[PAGE * HEAD];
+        const uint8_t* codes = fields<VALUE_BITS>(page, room);
         float weights[GROUPS][QUERIES][PAGE], all_scales[PAGE * GROUPS], all_zeros[PAGE * GROUPS];
         for (int i = 0; i < PAGE * GROUPS; i += LANES) {
             store(all_scales + i, read(scales + i));
@@ -88,7 +103,7 @@ struct Codes : RunningSoftmax {
                 for (int row = 0; row < ROWS; row++) {
                     const Ints loaded = widened(codes + row * HEAD + d);
                     UNROLLED for (int plane = 0; plane < PLANES; plane++) {
-                        const Floats field = numbers(loaded & ONES << VALUE_BITS * plane);
+                        const Floats field = numbers(loaded & ONES << BITS * plane);
                         const int t = plane * ROWS + row;
                         UNROLLED for (int r = 0; r < QUERIES; r++) found[r] += field * weights[g][r][t];
                     }

@@ -1,5 +1,5 @@
 // Quantizes tokens to the points of a grid (kvpass/codec/codebook.py), rotated or not (kvpass/codec/hadamard.py). Needs
-// tokens.h, and a build that does not fuse products and sums, so that codes are those of the reference.
+// tokens.h and unpack.h, and a build that does not fuse products and sums, so that codes are those of the reference.
 //
 // Macros: BITS: bit width of a code. DIM: channels that it stands for. POINTS: of the grid. GROUP: channels that share a
 // scale. ROTATED: whether tokens are rotated.
@@ -79,7 +79,7 @@ extern "C" void kernel(
     const uint8_t* x, const float* points, const float* weights, const float* signs, uint8_t* codes, uint8_t* scales,
     int64_t pages, int64_t threads
 ) {
-    constexpr int LOW = BITS == 3 ? 2 : BITS == 6 ? 4 : BITS;  // kvpass/codec/bitpack.py: FIELDS
+    constexpr int LOW = first_field(BITS);
     const Grid grid = {points, weights};
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t page = 0; page < pages; page++) {

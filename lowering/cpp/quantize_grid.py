@@ -15,7 +15,7 @@ from kvpass.codec.spec import CodecSpec, parse
 from ..append import APPENDED, PLACES, append, append_layers
 from ..call_types import AppendCall, AppendLayersCall
 from ..table import DispatchKey, implements
-from .attend_codes import DTYPES, LANES, points_of
+from .attend_codes import DTYPES, LANES
 from .build import build, source
 
 _FLOATS, _NUMBER = "const float*", "int64_t"
@@ -31,13 +31,15 @@ def _kernel(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> Callable[...,
         POINTS=len(grid(quantizer.grid)), GROUP=quantizer.group_size, ROTATED=int(spec.transform.rotation is not None),
         BFLOAT16=int(dtype == torch.bfloat16),
     )  # fmt: skip
-    return build(source(defines, "tokens.h", "quantize_grid.cpp"), _TYPES, fused=False)
+    return build(source(defines, "tokens.h", "unpack.h", "quantize_grid.cpp"), _TYPES, fused=False)
 
 
 @cache
 def _fixed(spec: CodecSpec, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The points, half of their squared norms as `assign_points` computes them, and the signs of the rotation."""
-    return points_of(spec), grid(spec.quantizer.grid).square().sum(1) / 2, signs(head_dim, spec.transform.rotation or 0)
+    """The points ``[d, n]``, half of their squared norms as `assign_points` computes them, and the signs of the
+    rotation."""
+    points = grid(spec.quantizer.grid)
+    return points.T.contiguous(), points.square().sum(1) / 2, signs(head_dim, spec.transform.rotation or 0)
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:

@@ -1,5 +1,5 @@
 // Pages of keys and values with per-token scales: uniform codes, and codes that stand for points of a grid
-// (kvpass/codec/codebook.py), rotated or not. Needs tokens.h.
+// (kvpass/codec/codebook.py), rotated or not. Needs tokens.h and unpack.h.
 //
 // Macros, for keys and values (KEY_..., VALUE_...): BITS: bit width of a code. DIM: channels that a code stands for.
 // POINTS: of the grid; 0 for uniform codes, which have zero points. GROUP: channels that share a scale.
@@ -64,26 +64,6 @@ struct Side {
     static constexpr int64_t CODES = PAGE * BITS / 8 * COLUMNS, PARAMS = PAGE * GROUPS * sizeof(Scale);
     static constexpr int64_t ZEROS = POINTS ? 0 : PARAMS;
 
-    // Adds fields of WIDTH bits, which begin at bit SHIFT of a code, to codes.
-    template <int WIDTH, int SHIFT>
-    static void add_field(const uint8_t* bytes, uint8_t* codes) {
-        constexpr int PLANES = 8 / WIDTH, COUNT = PAGE / PLANES * COLUMNS, ONES = (1 << WIDTH) - 1;
-        UNROLLED for (int plane = 0; plane < PLANES; plane++)
-            for (int i = 0; i < COUNT; i++) {
-                const uint8_t field = (bytes[i] >> plane * WIDTH & ONES) << SHIFT;
-                codes[plane * COUNT + i] = SHIFT ? codes[plane * COUNT + i] | field : field;
-            }
-    }
-
-    // The codes of a page, a byte each, [PAGE, COLUMNS]: the page itself or, where bytes have several, room.
-    static const uint8_t* codes(const uint8_t* page, uint8_t* room) {
-        constexpr int LOW = BITS == 3 ? 2 : BITS == 6 ? 4 : BITS;  // kvpass/codec/bitpack.py: FIELDS
-        if constexpr (BITS == 8) return page;
-        add_field<LOW, 0>(page, room);
-        if constexpr (LOW < BITS) add_field<BITS - LOW, LOW>(page + PAGE * LOW / 8 * COLUMNS, room);
-        return room;
-    }
-
     // Parameters of a page, [PAGE, GROUPS], as [GROUPS, PAGE].
     static void by_group(const Scale* from, float (*to)[PAGE]) {
         float all[PAGE * GROUPS];
@@ -121,7 +101,7 @@ struct Codes : RunningSoftmax {
         uint8_t room[PAGE * Keys::COLUMNS];
         float scale[Keys::GROUPS][PAGE];
         Keys::by_group(scales, scale);
-        score_codes(Keys::codes(page, room), scale, std::make_index_sequence<KEY_DIM>());
+        score_codes(unpack<KEY_BITS, Keys::COLUMNS>(page, room), scale, std::make_index_sequence<KEY_DIM>());
         for (int r = 0; r < QUERIES; r++)
             for (int t = 0; t < PAGE; t += LANES) {
                 Floats found = sums(products + r * PAGE + t);
@@ -164,7 +144,7 @@ struct Codes : RunningSoftmax {
 
     void add_page(const uint8_t* page, const Scale* scales, const Scale* zeros) {
         uint8_t room[PAGE * Values::COLUMNS];
-        const uint8_t* codes = Values::codes(page, room);
+        const uint8_t* codes = unpack<VALUE_BITS, Values::COLUMNS>(page, room);
         float scale[Values::GROUPS][PAGE], weights[Values::GROUPS][QUERIES][PAGE];
         Values::by_group(scales, scale);
         for (int g = 0; g < Values::GROUPS; g++)
