@@ -287,7 +287,8 @@ def test_parts_of_a_block_do_not_overlap(scheme, size, dtype):
         ("kivi-1", torch.float32, single_query_cpp),
         ("higgs", torch.float32, single_query_cpp),
         ("kivi-s8", torch.float32, single_query_inductor),
-        ("higgs-sinks", torch.float32, single_query_inductor),
+        ("higgs-sinks", torch.float32, single_query_cpp),
+        (dict(scheme="kivi", scale_bits=8, sinks=4), torch.float32, single_query_inductor),
     ],
     ids=lambda one: one if isinstance(one, str) else None,
 )

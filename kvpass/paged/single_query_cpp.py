@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("exact_tokens.h", "single_query.cpp")]
 _TYPES = ["const uint8_t*", "uint8_t*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *4 * ["const float*"]]
-_TYPES += [*16 * ["int64_t"], "float"]
+_TYPES += ["const uint8_t*", *16 * ["int64_t"], "float"]
 
 
 HAS = None
@@ -35,8 +35,7 @@ def refuses(dispatch: DispatchKey) -> str | None:
     if dispatch.extras:
         return f"it does not support {', '.join(dispatch.extras)}."
     key, value = map(parse, dispatch.specs)
-    served = dispatch.dtype is not None and serves(key, value, dispatch.head_dim, dispatch.dtype)
-    if not served or key.transform.center:
+    if dispatch.dtype is None or not serves(key, value, dispatch.head_dim, dispatch.dtype):
         return "it has no kernel for this codec, head_dim and dtype."
     return None
 
@@ -49,7 +48,7 @@ class SingleQueryAttention:
         self._kernels: dict[int, Callable[..., None]] = {}
         window, pools, heads = layer.window, (*layer.blocks.key, *layer.blocks.value), layer.blocks.head
         sinks = [heads.get(f"{side}.sinks", window) for side in ("key", "value")]
-        self._tensors = *pools, *sinks, window
+        self._tensors, self._centers = (*pools, *sinks, window), heads.get("key.center")
         codes = pools[0]  # one-byte elements, so strides are in bytes; all pools have the same
         self._where = *codes.stride()[:3], codes.shape[2]
         self._window = *window.stride()[:3], window.shape[2]
@@ -61,7 +60,8 @@ class SingleQueryAttention:
         q = q[tiles.rows[:, 0]].to(layer.window.dtype)
         out = torch.empty_like(q)
         queries = q.shape[1] // heads
-        given, reading = reading_of(layer.key, layer.value, q.shape[2])
+        center = None if self._centers is None else self._centers[found.blocks[:, 0]].contiguous()
+        given, reading = reading_of(layer.key, layer.value, q.shape[2], center)
         self._kernel(at_a_time(queries, 1))(
             q, out, found.total, found.packed, found.half, found.blocks, found.window, *self._tensors,
             *(q if x is None else x for x in reading), len(q), heads, found.blocks.shape[1], found.window.shape[1],

@@ -114,16 +114,23 @@ def _to_codes(spec: CodecSpec, head_dim: int) -> Tensor | None:
 
 
 @cache
-def reading_of(key: CodecSpec, value: CodecSpec, head_dim: int) -> tuple[int, list[Tensor | None]]:
-    """``given`` of Reading (attend_parts.h), and its arguments: points of keys and values, and matrices to and from
-    code order."""
-    key, value = key.stored_as, value.stored_as
+def _fixed(key: CodecSpec, value: CodecSpec, head_dim: int) -> tuple[int, tuple[Tensor | None, ...]]:
+    """`reading_of` without a center."""
     if not by_token(key, value):
-        return 0, [None] * 4
+        return 0, (None,) * 4
     to_codes, from_codes = (_to_codes(spec, head_dim) for spec in (key, value))
     from_codes = None if from_codes is None else from_codes.T.contiguous()
     given = _IN_CODE_ORDER + (to_codes is not None) * _TO_CODES + (from_codes is not None) * _FROM_CODES
-    return given, [_points(key), _points(value), to_codes, from_codes]
+    return given, (_points(key), _points(value), to_codes, from_codes)
+
+
+def reading_of(
+    key: CodecSpec, value: CodecSpec, head_dim: int, center: Tensor | None
+) -> tuple[int, list[Tensor | None]]:
+    """``given`` of Reading (attend_parts.h), and its arguments: points of keys and values, matrices to and from code
+    order, and what was subtracted from keys."""
+    given, fixed = _fixed(key.stored_as, value.stored_as, head_dim)
+    return given + (center is not None) * _CENTER, [*fixed, center]
 
 
 def attend(call: AttendCall[Pack]) -> list[Tensor]:
@@ -137,11 +144,9 @@ def attend(call: AttendCall[Pack]) -> list[Tensor]:
     pools = [pool.contiguous() for pack in (key, value) for pool in pack.pools]
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
     out, lse = outputs(call, q)
-    given, reading = reading_of(k_spec, v_spec, head_dim)
-    if (center := key.fitted.get("center")) is not None:
-        given += _CENTER
+    given, reading = reading_of(k_spec, v_spec, head_dim, key.fitted.get("center"))
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, at_a_time(queries, tokens), dtype)(
-        q, out, *pools, *exact, *(q if x is None else x for x in (*reading, center)), batch, heads, n, present, packed,
+        q, out, *pools, *exact, *(q if x is None else x for x in reading), batch, heads, n, present, packed,
         key_pages, *rooms, given, queries, tokens, int(call.causal), *softmax_arguments(call, q, lse),
         torch.get_num_threads(), call.scale,
     )  # fmt: skip
