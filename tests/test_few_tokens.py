@@ -73,7 +73,7 @@ def test_attention_over_codes_by_token_equals_the_reference(scheme, dtype, shape
     assert_as_the_reference(attend_codes, plan, shape, dtype, present, (1, 3, 40, 65, 97, 1100))
 
 
-@pytest.mark.slow_cases("squat-*", "kivi-1-*")
+@pytest.mark.slow_cases("squat-*", "kivi-1-*", "*residual*True")
 @pytest.mark.parametrize("present", [True, False])
 @pytest.mark.parametrize(
     ("scheme", "dtype", "shape"),
@@ -84,8 +84,11 @@ def test_attention_over_codes_by_token_equals_the_reference(scheme, dtype, shape
         ("squat", torch.bfloat16, (2, 2, 2, 96)),
         ("kivi-1", torch.float32, (1, 2, 4, 32)),
         ("kivi-3", torch.float32, (1, 2, 3, 64)),
+        (dict(scheme="kivi", residual=128), torch.float32, (1, 2, 3, 64)),
+        (dict(scheme="kivi", bits=4, residual=64, group_size=16), torch.bfloat16, (2, 1, 2, 32)),
         ("kivi-sinks", torch.float32, (2, 1, 11, 32)),
     ],
+    ids=str,
 )
 def test_attention_over_codes_equals_the_reference(scheme, dtype, shape, present):
     """With fewer tokens than sinks, too few for a page, pages of keys alone, and enough tokens for several threads."""

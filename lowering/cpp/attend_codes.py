@@ -55,8 +55,7 @@ def _by_channel(key: CodecSpec, value: CodecSpec) -> bool:
     return (
         all(spec.stored_as.features <= _CHANNEL for spec in (key, value))
         and (key.quantizer.per, value.quantizer.per) == ("channel", "token")
-        and key.quantizer.group_size == key.page_size
-        and not value.quantizer.group_size % LANES
+        and not any(spec.quantizer.group_size % LANES for spec in (key, value))
     )
 
 
@@ -72,16 +71,15 @@ def by_token(key: CodecSpec, value: CodecSpec) -> bool:
 
 def defines_of(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> dict[str, int]:
     """The macros of the sources of `parts_of`."""
-    common = dict(
+    found = dict(
         HEAD=head_dim, QUERIES=queries, PAGE=key.page_size, KEY_BITS=key.bits, VALUE_BITS=value.bits,
-        SINKS=key.retention.sinks, BFLOAT16=int(dtype == torch.bfloat16),
+        KEY_GROUP=key.quantizer.group_size, VALUE_GROUP=value.quantizer.group_size, SINKS=key.retention.sinks,
+        BFLOAT16=int(dtype == torch.bfloat16),
     )  # fmt: skip
-    if not by_token(key, value):
-        return common | dict(GROUP=value.quantizer.group_size)
-    for name, quantizer in (("KEY", key.quantizer), ("VALUE", value.quantizer)):
+    for name, quantizer in (("KEY", key.quantizer), ("VALUE", value.quantizer)) if by_token(key, value) else ():
         points = len(grid(quantizer.grid)) if quantizer.grid else 0
-        common |= {f"{name}_DIM": quantizer.dim, f"{name}_POINTS": points, f"{name}_GROUP": quantizer.group_size}
-    return common
+        found |= {f"{name}_DIM": quantizer.dim, f"{name}_POINTS": points}
+    return found
 
 
 def parts_of(key: CodecSpec, value: CodecSpec) -> tuple[str, ...]:
