@@ -5,7 +5,7 @@ Codes are read in place. Scales are multiplied into the queries, scores and weig
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from math import ceil
 
 import torch
@@ -17,6 +17,8 @@ from kvpass.codec.hadamard import basis
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.tensors import Pack
 from kvpass.layout.pool import capacity
+from kvpass.layout.retention import Retention
+from kvpass.layout.window import layout
 
 from ..call_types import AttendCall
 from .build import build, source
@@ -27,13 +29,13 @@ MOST = 8
 """Query heads of a KV head at a time, if a call has one token: sums of more do not fit into registers."""
 LANES = 16
 """Largest number of vector lanes. Page and group sizes are multiples of it."""
-_CHANNEL = {"per=channel", "per=token", *(f"bits={bits}" for bits in FIELDS)}
+_CHANNEL = {"per=channel", "per=token", "keep=log", *(f"bits={bits}" for bits in FIELDS)}
 _TOKEN = _CHANNEL | {"rotation", "grid"}
 SOFTMAX_TYPES = "const uint8_t*", *4 * ["int64_t"], "const float*", "int64_t", "float*", "int64_t"
 """Types of the arguments that `softmax_arguments` returns."""
 DTYPES = torch.float32, torch.bfloat16
 _TYPES = ["const uint8_t*", "uint8_t*", *10 * ["const uint8_t*"], *4 * ["const float*"], "const uint8_t*"]
-_TYPES += [*16 * ["int64_t"], *SOFTMAX_TYPES, "int64_t", "float"]
+_TYPES += ["const int64_t*", *17 * ["int64_t"], *SOFTMAX_TYPES, "int64_t", "float"]
 _IN_CODE_ORDER, _TO_CODES, _FROM_CODES, _CENTER = 1, 2, 4, 8  # Reading of attend_parts.h
 
 
@@ -43,6 +45,8 @@ def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) 
     return (
         dtype in DTYPES
         and value.retention.residual >= key.retention.residual
+        and (key.retention.keep == "recent" or key.retention == value.retention)
+        and key.retention.keep == value.retention.keep
         and (key.page_size, key.retention.sinks) == (value.page_size, value.retention.sinks)
         and not any(spec.quantizer.raw for spec in (key, value))
         and not any(size % LANES for size in (head_dim, key.page_size))
@@ -131,6 +135,15 @@ def reading_of(
     return given + (center is not None) * _CENTER, [*fixed, center]
 
 
+@lru_cache(maxsize=8)  # all layers ask the same
+def _slots(retention: Retention, n: int) -> Tensor | None:
+    """The slots of the exact tokens after the sinks, if ``n`` are stored and these are not the newest ones."""
+    if retention.keep == "recent":
+        return None
+    where = layout(retention)
+    return where.slots(where.exact(n))
+
+
 def attend(call: AttendCall[Pack]) -> list[Tensor]:
     """What ``call`` returns, which has a few query tokens, and as many new keys and values or none."""
     q, key, value, n, k_new, v_new = call[:6]
@@ -143,10 +156,11 @@ def attend(call: AttendCall[Pack]) -> list[Tensor]:
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
     out, lse = outputs(call, q)
     given, reading = reading_of(k_spec, v_spec, head_dim, key.fitted.get("center"))
+    slots = _slots(k_spec.retention, n)
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, at_a_time(queries, tokens), dtype)(
-        q, out, *pools, *exact, *(q if x is None else x for x in reading), batch, heads, n, present, packed,
-        key_pages, *rooms, given, queries, tokens, int(call.causal), *softmax_arguments(call, q, lse),
-        torch.get_num_threads(), call.scale,
+        q, out, *pools, *exact, *(q if x is None else x for x in (*reading, slots)), batch, heads, n, present, packed,
+        key_pages, *rooms, int(slots is not None), given, queries, tokens, int(call.causal),
+        *softmax_arguments(call, q, lse), torch.get_num_threads(), call.scale,
     )  # fmt: skip
     return [out, *lse]
 

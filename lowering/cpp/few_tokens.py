@@ -40,6 +40,8 @@ def _refuses(dispatch: DispatchKey) -> str | None:
     key, value = map(parse, dispatch.specs)
     if kernel_of(key, value, dispatch.head_dim, dispatch.dtype) is None:
         return "it has no kernel for this codec, head_dim and dtype."
+    if key.retention.keep != "recent" and {"mask", "padding"} & set(dispatch.extras):
+        return "it reads pages of tokens that are not consecutive, so it cannot apply a mask."
     return None
 
 

@@ -4,14 +4,17 @@
 namespace {
 
 // keys, values: [samples, heads, SINKS + window, HEAD]. key_new, value_new: [samples, heads, present, HEAD], the tokens
-// from n on.
+// from n on. slots: where the exact tokens from first on are in the rings; null if the newest ones are exact, and follow
+// each other.
 struct Rings {
     const Token *keys, *values, *key_new, *value_new;
     int64_t n, present;
+    const int64_t* slots = nullptr;
+    int64_t first = 0;
 
     const Token* exact(const Token* ring, const Token* from, int64_t window, int64_t head, int64_t token) const {
         if (token >= n) return from + (head * present + token - n) * HEAD;
-        const int64_t slot = token < SINKS ? token : SINKS + (token - SINKS) % window;
+        const int64_t slot = token < SINKS ? token : slots ? slots[token - first] : SINKS + (token - SINKS) % window;
         return ring + (head * (SINKS + window) + slot) * HEAD;
     }
 };
