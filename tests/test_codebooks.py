@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvpass import KVPassError, schemes
 from kvpass.codec import dequantize_pages, quantize_pages
+from kvpass.codec.across_heads import across_heads
 from kvpass.codec.codebook import assign_points, fit_rms, grid, grid_shape, look_up, names
 from kvpass.codec.hadamard import hadamard, inverse_hadamard, signs
 from kvpass.codec.tensors import Pack
@@ -221,10 +222,11 @@ def test_a_group_that_falls_on_the_point_zero_stays_zero():
 )
 def test_the_kernel_quantizes_as_the_reference_bit_for_bit(grid_name, group_size, rotation, channels, kind, dtype):
     bits = grid_shape(grid_name)[1]
-    text = str(coded(bits, "token", group_size, 32, rotation=rotation, grid=grid_name))
-    for pages in (1, 5):
-        x = awkward(pages, kind, 2, 3, pages * 32, channels, limit=100).to(dtype)
-        x[0, 0, 3] = 0
-        got, expected = (torch.ops.kvpass.quantize(x, [], text, name) for name in ("cpp-grid", "reference"))
-        for mine, theirs in zip(got, expected, strict=True):
-            assert mine.dtype == theirs.dtype and mine.shape == theirs.shape and torch.equal(mine, theirs)
+    spec = coded(bits, "token", group_size, 32, rotation=rotation, grid=grid_name)
+    for text in map(str, (spec, across_heads(spec, 3, channels))):
+        for pages in (1, 5):
+            x = awkward(pages, kind, 2, 3, pages * 32, channels, limit=100).to(dtype)
+            x[0, 0, 3] = 0
+            got, expected = (torch.ops.kvpass.quantize(x, [], text, name) for name in ("cpp-grid", "reference"))
+            for mine, theirs in zip(got, expected, strict=True):
+                assert mine.dtype == theirs.dtype and mine.shape == theirs.shape and torch.equal(mine, theirs)

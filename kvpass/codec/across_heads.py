@@ -66,22 +66,30 @@ class AcrossHeads(Codec, name="across-heads"):
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize whole pages ``[B, H, N * P, D]``. H is a multiple of ``heads``: layers may be quantized together."""
+        return self.by_head(AFFINE.quantize(self.by_token(x), spec.plain), spec, x.shape[3])
+
+    def by_token(self, x: Tensor) -> Tensor:
+        """``[B, L * heads, T, D]``: ``[B, L, T, heads * D]``."""
         if x.shape[1] % self.heads:
             raise KVPassError(f"Groups across {self.heads} heads cannot be formed of {x.shape[1]} heads.")
-        tokens = x.unflatten(1, (-1, self.heads)).transpose(2, 3).flatten(3)  # [B, L, T, H * D]
-        codes, scale, zero_point = AFFINE.quantize(tokens, spec.plain)
+        tokens: Tensor = x.unflatten(1, (-1, self.heads)).transpose(2, 3).flatten(3)
+        return tokens
+
+    def by_head(self, kept: Sequence[Tensor], spec: CodecSpec, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The page tensors of heads, of those that ``spec.plain`` has for `by_token`."""
+        codes, scale, zero_point = kept
         codes = codes.unflatten(-1, (self.heads, -1)).movedim(-2, 2).flatten(1, 2)
-        none = scale.new_empty(*codes.shape[:3], *_zero_points(spec, x.shape[3]))
+        none = scale.new_empty(*codes.shape[:3], *_zero_points(spec, head_dim))
         return codes.contiguous(), self._dealt(scale), none if spec.quantizer.grid else self._dealt(zero_point)
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
         """Inverse of `quantize` up to rounding: ``[B, H, N * P, D]`` float32."""
-        by_token = codes.unflatten(1, (-1, self.heads)).movedim(2, -2).flatten(-2)
+        joined = codes.unflatten(1, (-1, self.heads)).movedim(2, -2).flatten(-2)
         groups = self.channels(codes.shape[-1] * spec.quantizer.dim) // spec.quantizer.group_size
         scale = self._collected(scale, spec.page_size, groups)
         if not spec.quantizer.grid:
             zero_point = self._collected(zero_point, spec.page_size, groups)
-        tokens: Tensor = AFFINE.dequantize(by_token, scale, zero_point, spec.plain)
+        tokens: Tensor = AFFINE.dequantize(joined, scale, zero_point, spec.plain)
         out: Tensor = tokens.unflatten(-1, (self.heads, -1)).transpose(2, 3).flatten(1, 2)
         return out
 

@@ -6,6 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvpass.codec.across_heads import AcrossHeads
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.bitpack import FIELDS
 from kvpass.codec.codebook import grid
@@ -20,7 +21,7 @@ from .build import build, source
 
 _FLOATS, _NUMBER = "const float*", "int64_t"
 _TYPES = ["const uint8_t*", *3 * [_FLOATS], *2 * ["uint8_t*"], *2 * [_NUMBER]]
-_FEATURES = {"grid", "rotation", "per=token", *(f"bits={bits}" for bits in FIELDS)}
+_FEATURES = {"grid", "rotation", "per=token", "codec=across-heads", *(f"bits={bits}" for bits in FIELDS)}
 
 
 @cache
@@ -45,16 +46,19 @@ def _fixed(spec: CodecSpec, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
 def _refuses(dispatch: DispatchKey) -> str | None:
     if dispatch.device != "cpu":
         return "it runs on CPUs."
-    (quantizer,) = (parse(spec).quantizer for spec in dispatch.specs)
-    if not quantizer.grid:
+    (spec,) = map(parse, dispatch.specs)
+    if not spec.quantizer.grid:
         return "it quantizes to grids alone."
-    if dispatch.head_dim // quantizer.dim % LANES:
-        return f"it needs a multiple of {LANES} codes per head."
+    if spec.codec.channels(dispatch.head_dim) // spec.quantizer.dim % LANES:
+        return f"it needs a multiple of {LANES} codes per token."
     return None
 
 
 @implements("quantize", "cpp-grid", has=(_FEATURES | APPENDED,), refuses=_refuses, lowering="inductor")
 def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor, ...]:
+    if isinstance(spec.codec, AcrossHeads):
+        joined = quantize(spec.codec.by_token(x), fitted, spec.plain)
+        return spec.codec.by_head(joined, spec, x.shape[3])
     (batch, heads, tokens, head_dim), dtype = x.shape, params_dtype(x.dtype)
     pages = batch, heads, tokens // spec.page_size
     x = x.contiguous() if x.dtype in DTYPES else x.float().contiguous()
