@@ -40,11 +40,12 @@ struct Requests {
 extern "C" void kernel(
     const uint8_t* q, uint8_t* out, const int64_t* total, const int64_t* packed, const int64_t* key_pages,
     const int64_t* blocks, const int64_t* window_blocks, const uint8_t* key_codes, const uint8_t* key_scales,
-    const uint8_t* key_zeros, const uint8_t* value_codes, const uint8_t* value_scales, const uint8_t* value_zeros, const uint8_t* key_sinks,
-    const uint8_t* value_sinks, const uint8_t* window, const float* key_points, const float* value_points,
+    const uint8_t* key_zeros, const uint8_t* value_codes, const uint8_t* value_scales, const uint8_t* value_zeros,
+    const uint8_t* key_sinks, const uint8_t* value_sinks, const uint8_t* window, const float* key_points, const float* value_points,
     const float* to_codes, const float* from_codes, const uint8_t* center, int64_t samples, int64_t heads, int64_t blocks_row,
     int64_t window_row, int64_t block, int64_t head, int64_t slot, int64_t slots, int64_t lead, int64_t window_block,
-    int64_t window_head, int64_t window_place, int64_t window_size, int64_t given, int64_t queries, int64_t threads, float scale
+    int64_t window_head, int64_t window_place, int64_t window_size, int64_t given, int64_t queries,
+    int64_t threads, float scale
 ) {
     const ExactMemory memory = {
         key_sinks, value_sinks, window, block, head, window_block, window_head, window_place, window_size};
@@ -52,7 +53,7 @@ extern "C" void kernel(
         {key_codes, key_scales, key_zeros, value_codes, value_scales, value_zeros}, block, head, slot, slots, lead};
     const Reading reading(
         (const Token*)q, scale, samples * heads, queries, given, key_points, value_points, to_codes, from_codes,
-        (const Scale*)center
+        (const Scale*)center, threads
     );
     const Requests requests = {
         memory, pages, reading, blocks, window_blocks, blocks_row, window_row, heads, queries};

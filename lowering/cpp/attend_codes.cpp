@@ -52,7 +52,7 @@ extern "C" void kernel(
         with_slots ? slots : nullptr, SINKS + packed * PAGE};
     const Reading reading(
         (const Token*)q, scale, samples * heads, queries, given, key_points, value_points, to_codes, from_codes,
-        (const Scale*)center
+        (const Scale*)center, threads
     );
     const Mask of_call = {mask, mask_kind, mask_of_sample, mask_of_head, mask_of_token};
     const std::vector<int64_t> totals(samples, n + present), of_both(samples, packed), of_keys(samples, key_pages);

@@ -23,10 +23,11 @@ struct Reading {
     // subtracted from keys, [heads, HEAD].
     Reading(
         const Token* q, float scale, int64_t heads, int64_t queries, int64_t given, const float* key_points,
-        const float* value_points, const float* to_codes, const float* from_codes, const Scale* center
+        const float* value_points, const float* to_codes, const float* from_codes, const Scale* center, int64_t threads
     ) : key_points(key_points), value_points(value_points), from_codes(given & FROM_CODES ? from_codes : nullptr) {
         if (!(given & IN_CODE_ORDER)) return;
         turned.resize(heads * queries * HEAD), shifts.resize(heads * queries);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && given & TO_CODES)
         for (int64_t row = 0; row < heads * queries; row++) {
             float own[HEAD], *to = turned.data() + row * HEAD;
             for (int d = 0; d < HEAD; d++) own[d] = number(q[row * HEAD + d]) * (scale / LN_2);
@@ -131,6 +132,7 @@ void attend_all(
         std::copy(found.peak, found.peak + QUERIES, peak.data() + i * QUERIES);
         std::copy(found.sum, found.sum + QUERIES, sum.data() + i * QUERIES);
     }
+#pragma omp parallel for num_threads(threads) if (threads > 1 && samples > 1)
     for (int64_t b = 0; b < samples; b++)
         for (int64_t row = 0; row < heads * queries.count; row++) {
             const int64_t own = row / queries.count * blocks * QUERIES + row % queries.count;

@@ -1,5 +1,4 @@
-// Pages of keys with per-channel scales and of values with per-token scales. Needs tokens.h
-// and unpack.h.
+// Pages of keys with per-channel scales and of values with per-token scales. Needs tokens.h and unpack.h.
 //
 // Macros: KEY_BITS and VALUE_BITS: bit widths. KEY_GROUP: tokens that share the scale of a channel. VALUE_GROUP: channels
 // of a value that share a scale.

@@ -8,6 +8,7 @@ namespace {
 template <int POINTS>
 struct Table {
     static constexpr int COUNT = padded(POINTS) / LANES;
+    static_assert((COUNT & (COUNT - 1)) == 0, "vectors are selected by the bits of a code");
     Floats of[COUNT > 0 ? COUNT : 1];
     const float* points;
 
