@@ -41,11 +41,11 @@ extern "C" void kernel(
     const uint8_t* q, uint8_t* out, const int64_t* total, const int64_t* packed, const int64_t* key_pages,
     const int64_t* blocks, const int64_t* window_blocks, const uint8_t* key_codes, const uint8_t* key_scales,
     const uint8_t* key_zeros, const uint8_t* value_codes, const uint8_t* value_scales, const uint8_t* value_zeros,
-    const uint8_t* key_sinks, const uint8_t* value_sinks, const uint8_t* window, const float* key_points, const float* value_points,
-    const float* to_codes, const float* from_codes, const uint8_t* center, int64_t samples, int64_t heads, int64_t blocks_row,
-    int64_t window_row, int64_t block, int64_t head, int64_t slot, int64_t slots, int64_t lead, int64_t window_block,
-    int64_t window_head, int64_t window_place, int64_t window_size, int64_t given, int64_t queries,
-    int64_t threads, float scale
+    const uint8_t* key_sinks, const uint8_t* value_sinks, const uint8_t* window, const float* key_points,
+    const float* value_points, const float* to_codes, const float* from_codes, const uint8_t* center, int64_t samples,
+    int64_t heads, int64_t blocks_row, int64_t window_row, int64_t block, int64_t head, int64_t slot, int64_t slots,
+    int64_t lead, int64_t window_block, int64_t window_head, int64_t window_place, int64_t window_size, int64_t given,
+    int64_t queries, int64_t threads, float scale
 ) {
     const ExactMemory memory = {
         key_sinks, value_sinks, window, block, head, window_block, window_head, window_place, window_size};

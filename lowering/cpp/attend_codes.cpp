@@ -30,16 +30,17 @@ struct Samples {
 }  // namespace
 
 // All samples have the same number of tokens: n stored ones, and present ones of the call. Of each KV head there are
-// queries queries, of tokens tokens; if causal is 1, these are the present ones, and see each other as such. given, key_points
-// and so on: see Reading. slots: see Rings, used if with_slots is 1. For the mask and sinks see tokens.h.
+// queries queries, of tokens tokens; if causal is 1, these are the present ones, and see each other as such. given,
+// key_points and so on: see Reading. slots: see Rings, used if with_slots is 1. For the mask and sinks see tokens.h.
 extern "C" void kernel(
     const uint8_t* q, uint8_t* out, const uint8_t* key_codes, const uint8_t* key_scales, const uint8_t* key_zeros,
     const uint8_t* value_codes, const uint8_t* value_scales, const uint8_t* value_zeros, const uint8_t* key_ring,
     const uint8_t* value_ring, const uint8_t* key_new, const uint8_t* value_new, const float* key_points,
-    const float* value_points, const float* to_codes, const float* from_codes, const uint8_t* center, const int64_t* slots,
-    int64_t samples, int64_t heads, int64_t n, int64_t present, int64_t packed, int64_t key_pages, int64_t key_codes_room,
-    int64_t key_scales_room, int64_t key_zeros_room, int64_t value_codes_room, int64_t value_scales_room,
-    int64_t value_zeros_room, int64_t with_slots, int64_t given, int64_t queries, int64_t tokens, int64_t causal,
+    const float* value_points, const float* to_codes, const float* from_codes, const uint8_t* center,
+    const int64_t* slots, int64_t samples, int64_t heads, int64_t n, int64_t present, int64_t packed, int64_t key_pages,
+    int64_t key_codes_room, int64_t key_scales_room, int64_t key_zeros_room, int64_t value_codes_room,
+    int64_t value_scales_room, int64_t value_zeros_room, int64_t with_slots, int64_t given, int64_t queries,
+    int64_t tokens, int64_t causal,
     const uint8_t* mask, int64_t mask_kind, int64_t mask_of_sample, int64_t mask_of_head, int64_t mask_of_token,
     const float* sinks, int64_t with_sinks, float* lse, int64_t with_lse, int64_t threads, float scale
 ) {

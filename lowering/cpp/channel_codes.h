@@ -1,7 +1,7 @@
 // Pages of keys with per-channel scales and of values with per-token scales. Needs tokens.h and unpack.h.
 //
-// Macros: KEY_BITS and VALUE_BITS: bit widths. KEY_GROUP: tokens that share the scale of a channel. VALUE_GROUP: channels
-// of a value that share a scale.
+// Macros: KEY_BITS and VALUE_BITS: bit widths. KEY_GROUP: tokens that share the scale of a channel. VALUE_GROUP:
+// channels of a value that share a scale.
 namespace {
 
 constexpr int VECTORS = HEAD / LANES, KEY_GROUPS = PAGE / KEY_GROUP, GROUPS = HEAD / VALUE_GROUP;

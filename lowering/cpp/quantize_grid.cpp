@@ -1,8 +1,8 @@
 // Quantizes tokens to the points of a grid (kvpass/codec/codebook.py), rotated or not (kvpass/codec/hadamard.py). Needs
 // tokens.h and unpack.h, and a build that does not fuse products and sums, so that codes are those of the reference.
 //
-// Macros: BITS: bit width of a code. DIM: channels that it stands for. POINTS: of the grid. GROUP: channels that share a
-// scale. ROTATED: whether tokens are rotated.
+// Macros: BITS: bit width of a code. DIM: channels that it stands for. POINTS: of the grid. GROUP: channels that share
+// a scale. ROTATED: whether tokens are rotated.
 namespace {
 
 constexpr int COLUMNS = HEAD / DIM, GROUPS = HEAD / GROUP;

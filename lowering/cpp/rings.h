@@ -4,8 +4,7 @@
 namespace {
 
 // keys, values: [samples, heads, SINKS + window, HEAD]. key_new, value_new: [samples, heads, present, HEAD], the tokens
-// from n on. slots: where the exact tokens from first on are in the rings; null if the newest ones are exact, and follow
-// each other.
+// from n on. slots: where the exact tokens from first on are in the rings; null if these are the newest ones, in order.
 struct Rings {
     const Token *keys, *values, *key_new, *value_new;
     int64_t n, present;
