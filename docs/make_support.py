@@ -11,6 +11,7 @@ import torch
 
 from kvpass import KVPassError
 from kvpass import ops as _ops  # noqa: F401  (registers implementations)
+from kvpass.lowering.append import stands_alone
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.paged import paged_attention as _paged_attention  # noqa: F401  (so does this)
 from kvpass.schemes import CalibratedWaterfillConfig, LayerGeometry, LayerPlan, SchemeConfig, available, get
@@ -29,10 +30,10 @@ HEAD = f"""# Support matrix
 Made by `python docs/make_support.py` from the table that chooses at run time (`lowering/table.py`), for layers of
 {HEADS} KV heads, `head_dim` {HEAD_DIM}, {str(DTYPE).removeprefix("torch.")}.
 
-**cpp** and **triton** are hand-written kernels, and **inductor** is compiled by Inductor: in attention, they read
-quantized pages. **inductor-tiled** and **tiled** dequantize a tile of pages at a time, multiply it with all queries,
-and combine the tiles by a running softmax; **inductor-dense** dequantizes all keys and values first. The first and
-the last of these dequantize by a compiled kernel where the codec has one. `lowering="inductor"` takes whichever of
+**cpp**, **cpp-grid** and **triton** are hand-written kernels, and **inductor** is compiled by Inductor: in attention,
+they read quantized pages. **inductor-tiled** and **tiled** dequantize a tile of pages at a time, multiply it with all
+queries, and combine the tiles by a running softmax; **inductor-dense** dequantizes all keys and values first. The first
+and the last of these dequantize by a compiled kernel where the codec has one. `lowering="inductor"` takes whichever of
 its three implementations serves a call. **reference** is plain PyTorch over dequantized keys and values: correct, but
 slower, and with as much memory as a cache in full precision. Which Triton kernels have run on a GPU, and how fast, is
 in [On a GPU](gpu.md).
@@ -48,14 +49,16 @@ what runs in a model, and why not another.
 
 def plan_of(scheme: SchemeConfig) -> LayerPlan:
     """The plan of a layer that is neither the first nor the last."""
-    return scheme.plan_of(LayerGeometry(1, LAYERS, HEADS, HEAD_DIM, DTYPE, torch.device("cpu")))
+    return scheme.plan_of(LayerGeometry(1, LAYERS, HEADS, HEAD_DIM, DTYPE, torch.device("cpu"), previous_layer=0))
 
 
 def row(name: str, device: str) -> list[str]:
     """Who stores and attends on ``device``."""
     plan = plan_of(get(name))
     specs = str(plan.key), str(plan.value)
-    stores = [select(DispatchKey("append_layers_", device, (spec,), 0, HEAD_DIM)).name for spec in specs]
+    ops = ["append_layers_" if stands_alone(spec) else "append_" for spec in (plan.key, plan.value)]
+    keys = [DispatchKey(op, device, (spec,), 0, HEAD_DIM) for op, spec in zip(ops, specs, strict=True)]
+    stores = [select(key).name for key in keys]
     cells = [" / ".join(dict.fromkeys(stores))]
     for queries, extras in ATTENTION.values():
         scored = ("attention mass",) if plan.key.statistic else ()
