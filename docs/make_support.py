@@ -56,9 +56,11 @@ def row(name: str, device: str) -> list[str]:
     """Who stores and attends on ``device``."""
     plan = plan_of(get(name))
     specs = str(plan.key), str(plan.value)
-    ops = ["append_layers_" if stands_alone(spec) else "append_" for spec in (plan.key, plan.value)]
-    keys = [DispatchKey(op, device, (spec,), 0, HEAD_DIM) for op, spec in zip(ops, specs, strict=True)]
-    stores = [select(key).name for key in keys]
+    stores = []
+    for spec in (plan.key, plan.value):
+        together = stands_alone(spec) and not spec.transform.predictor
+        op = "append_layers_" if together else "append_"
+        stores.append(select(DispatchKey(op, device, (str(spec),), 0, HEAD_DIM)).name)
     cells = [" / ".join(dict.fromkeys(stores))]
     for queries, extras in ATTENTION.values():
         scored = ("attention mass",) if plan.key.statistic else ()
