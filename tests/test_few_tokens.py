@@ -8,7 +8,6 @@ from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState
 from kvpass.codec.rope import rope_of, rotate
 from kvpass.lowering.cpp import attend_allocated, attend_codes, few_tokens
-from kvpass.lowering.table import DispatchKey, select
 from kvpass.schemes import LayerGeometry, get
 
 from common import randn
@@ -182,15 +181,6 @@ def test_masks_hide_and_weigh_tokens_as_in_the_reference(scheme, mask, tokens):
     assert_as_the_reference(
         module, plan, (2, 2, 3, 32), torch.float32, True, (2, 170, 1100), tokens=tokens, mask_of=mask
     )
-
-
-@pytest.mark.parametrize("extras", [(), ("mask",), ("padding",)])
-def test_masks_over_log_sparse_windows_are_left_to_another_implementation(extras):
-    """Their columns are in token order, and pages are not."""
-    plan = get("logquant").plan(LayerGeometry(0, 1, 2, 32, torch.float32, CPU))
-    specs = str(plan.key), str(plan.value)
-    chosen = select(DispatchKey("attend", "cpu", specs, 1, 32, torch.float32, extras))
-    assert chosen.name == ("inductor" if extras else "cpp")
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..accelerate_hooks import device_of
 from ..errors import KVPassError
-from ..models.arguments import CACHE, handing
+from ..models.arguments import CACHE, handing, keeping
 from ..models.probe import fresh_cache
 from ..progress import bar
 from .quality import packed
@@ -115,7 +115,7 @@ def ask(
     """
     cache, device = fresh_cache(model), device_of(model)
     text = text.to(device)
-    model(input_ids=text, **handing(model, cache), use_cache=True)
+    model(input_ids=text, **handing(model, cache), **keeping(model, 1), use_cache=True)
     generate: Any = model.generate
     answers = []
     for question in questions:
