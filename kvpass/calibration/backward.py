@@ -46,7 +46,7 @@ def _streamed(model: nn.Module) -> Iterator[None]:
         if load := find(x):
             return load
         if x.nbytes < _SMALL or x.untyped_storage().data_ptr() in resident:
-            return x
+            return x.detach()  # a node that kept its own output would keep itself alive
         file = Path(folder) / f"{next(numbers)}.safetensors"
         save_file({"x": x.detach().contiguous()}, file)
         return partial(_read, file, x.device)
