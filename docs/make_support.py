@@ -58,8 +58,7 @@ def row(name: str, device: str) -> list[str]:
     specs = str(plan.key), str(plan.value)
     stores = []
     for spec in (plan.key, plan.value):
-        together = stands_alone(spec) and not spec.transform.predictor
-        op = "append_layers_" if together else "append_"
+        op = "append_layers_" if stands_alone(spec) else "append_"
         stores.append(select(DispatchKey(op, device, (str(spec),), 0, HEAD_DIM)).name)
     cells = [" / ".join(dict.fromkeys(stores))]
     for queries, extras in ATTENTION.values():

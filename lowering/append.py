@@ -40,6 +40,8 @@ CHUNK = 4096  # tokens predicted, or gathered from layers, at a time: bounds tem
 def stands_alone(spec: CodecSpec) -> bool:
     """Whether `append_layers` takes layers with ``spec``: what is stored depends only on their own tokens or, with a
     codec, on nothing that another layer decides."""
+    if spec.transform.predictor:
+        return False
     fitted = of_state(spec)[len(of_pages(spec)) + 1 :]
     return spec.quantizer.codec is not None or (not fitted and spec.features <= MERGED)
 

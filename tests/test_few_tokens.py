@@ -50,6 +50,18 @@ def assert_as_the_reference(
         torch.testing.assert_close(got, expected, atol=error, rtol=error)
 
 
+BY_CHANNEL = [
+    ("kivi", torch.float32, (2, 3, 3, 64)),
+    ("kivi-sinks", torch.bfloat16, (1, 2, 8, 32)),
+    ("kivi-4", torch.float32, (3, 1, 1, 128)),
+    ("squat", torch.bfloat16, (2, 2, 2, 96)),
+    ("kivi-1", torch.float32, (1, 2, 4, 32)),
+    ("kivi-3", torch.float32, (1, 2, 3, 64)),
+    (dict(scheme="kivi", residual=128), torch.float32, (1, 2, 3, 64)),
+    ("logquant", torch.float32, (2, 2, 3, 64)),
+    (dict(scheme="kivi", bits=4, residual=64, group_size=16), torch.bfloat16, (2, 1, 2, 32)),
+    ("kivi-sinks", torch.float32, (2, 1, 11, 32)),
+]
 BY_TOKEN = [
     ("higgs", torch.float32, (2, 3, 3, 64)),
     ("higgs-sinks", torch.bfloat16, (1, 2, 8, 64)),
@@ -63,36 +75,14 @@ BY_TOKEN = [
 ]
 
 
-@pytest.mark.slow_cases("higgs-3-*", "higgs-1.5-*", "turboquant-*")
+@pytest.mark.slow_cases("squat-*", "kivi-1-*", "*residual*True", "higgs-3-*", "higgs-1.5-*", "turboquant-*")
 @pytest.mark.parametrize("present", [True, False])
-@pytest.mark.parametrize(("scheme", "dtype", "shape"), BY_TOKEN, ids=str)
-def test_attention_over_codes_by_token_equals_the_reference(scheme, dtype, shape, present):
-    """Grids of one, two and four dimensions, uniform codes in one or two fields, rotated or not, with centred keys, and
-    with one or more groups."""
-    plan = get(scheme).plan(LayerGeometry(0, 1, shape[1], shape[3], dtype, CPU))
-    assert_as_the_reference(attend_codes, plan, shape, dtype, present, (1, 3, 40, 65, 97, 1100))
-
-
-@pytest.mark.slow_cases("squat-*", "kivi-1-*", "*residual*True")
-@pytest.mark.parametrize("present", [True, False])
-@pytest.mark.parametrize(
-    ("scheme", "dtype", "shape"),
-    [
-        ("kivi", torch.float32, (2, 3, 3, 64)),
-        ("kivi-sinks", torch.bfloat16, (1, 2, 8, 32)),
-        ("kivi-4", torch.float32, (3, 1, 1, 128)),
-        ("squat", torch.bfloat16, (2, 2, 2, 96)),
-        ("kivi-1", torch.float32, (1, 2, 4, 32)),
-        ("kivi-3", torch.float32, (1, 2, 3, 64)),
-        (dict(scheme="kivi", residual=128), torch.float32, (1, 2, 3, 64)),
-        ("logquant", torch.float32, (2, 2, 3, 64)),
-        (dict(scheme="kivi", bits=4, residual=64, group_size=16), torch.bfloat16, (2, 1, 2, 32)),
-        ("kivi-sinks", torch.float32, (2, 1, 11, 32)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("scheme", "dtype", "shape"), [*BY_CHANNEL, *BY_TOKEN], ids=str)
 def test_attention_over_codes_equals_the_reference(scheme, dtype, shape, present):
-    """With fewer tokens than sinks, too few for a page, pages of keys alone, and enough tokens for several threads."""
+    """With fewer tokens than sinks, too few for a page, pages of keys alone, and enough tokens for several threads.
+
+    Codes by token are those of grids of one, two and four dimensions, and uniform ones in one or two fields, rotated or
+    not, with centred keys, and with one or more groups."""
     plan = get(scheme).plan(LayerGeometry(0, 1, shape[1], shape[3], dtype, CPU))
     assert_as_the_reference(attend_codes, plan, shape, dtype, present, (1, 3, 40, 65, 97, 1100))
 

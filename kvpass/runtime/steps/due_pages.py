@@ -25,7 +25,7 @@ def pack_again(cache: CacheState, n: int) -> None:
     length = length_tensor(n, cache.device)
     together: dict[Any, list[KVState]] = {}
     for state in sorted((state for layer in cache.layers for state in layer.states()), key=_follows_keys):
-        merged = state.source is None and not state.predictor and stands_alone(state.spec)
+        merged = state.source is None and stands_alone(state.spec)
         alike = state.text, state.ring.device, id(state.rotary)
         together.setdefault(alike if merged else id(state), []).append(state)
     for states in together.values():
