@@ -11,7 +11,7 @@ from kvpass import cli, models
 from kvpass.errors import KVPassError
 from kvpass.eval import synthetic, texts
 from kvpass.eval.quality import packed
-from kvpass.eval.retrieval import ask
+from kvpass.eval.retrieval import Reading, ask
 from kvpass.eval.synthetic import TASKS, Answer, document, run_ruler
 
 from tiny import Letters, llama
@@ -102,6 +102,8 @@ def test_the_question_reads_the_text_as_it_is_stored(filler):
     full, same, coarse = ([row.answer for row in rows] for rows in found.values())
     assert full == same != coarse
     assert [row.wanted for row in found["full"]] == [row.wanted for row in found["coarse"]]
+    assert all(row.kl == pytest.approx(0, abs=1e-5) for row in found["full"] + found["same"])
+    assert all(row.kl > 1e-3 for row in found["coarse"])
 
 
 @pytest.mark.parametrize("scheme", [None, "kivi"])
@@ -112,6 +114,18 @@ def test_each_question_follows_the_text_alone(scheme, filler):
         together = ask(model, Letters(), one.text, questions, one.most)
         alone = [ask(model, Letters(), one.text, [question], one.most)[0] for question in questions]
     assert together == alone and len(set(alone)) > 1
+
+
+def test_an_answer_is_predicted_as_in_one_forward(filler):
+    """The probabilities that KL is computed from, against those of a forward without a cache."""
+    model, one = sharp(), document(Letters(), filler, "niah-single", 600)
+    reading, question = Reading(model, one.text), one.questions[0].tokens
+    answer = reading.answer(question, one.most, Letters())
+    with torch.no_grad():
+        ids = torch.cat([one.text, question, answer], 1)
+        logits = model(input_ids=ids, use_cache=False).logits[0, -answer.shape[1] - 1 : -1]
+    assert torch.equal(logits.argmax(-1), answer[0])
+    torch.testing.assert_close(reading.log_probabilities(question, answer), logits.double().log_softmax(-1))
 
 
 def test_the_command_says_where_full_precision_fails(monkeypatch, capsys, tmp_path):

@@ -3,10 +3,12 @@
 import argparse
 import json
 import statistics
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 from .. import models
 from ..eval import texts
-from ..eval.synthetic import TASKS, run_ruler
+from ..eval.synthetic import TASKS, Answer, run_ruler
 from .shared import FULL, SCHEMES, TEXT, at_least, chosen_schemes, names, numbers, out_file, say, stage
 
 HELP = "Needles, variable tracking and common words after RULER, by length. For instruct models."
@@ -31,19 +33,27 @@ def run(args: argparse.Namespace) -> None:
     with stage(f"{', '.join(tasks)} with {', '.join(chosen)}"):
         results = run_ruler(model, tokenizer, filler, chosen, tasks, args.lengths, repeats=args.repeats)
     for length in args.lengths:
+        of_length = {name: [row for row in rows if row.length == length] for name, rows in results.items()}
         print(f"\n{length:,} tokens, {args.repeats} texts each: mean share of what was asked for\n")
-        print("cache".ljust(24) + "".join(f"{task:>18}" for task in tasks))
-        means = {
-            name: [
-                statistics.fmean(row.score for row in rows if (row.task, row.length) == (task, length))
-                for task in tasks
-            ]
-            for name, rows in results.items()
-        }
-        for name, row in means.items():
-            print(name.ljust(24) + "".join(f"{mean:>18.0%}" for mean in row))
+        means = _print_means(of_length, tasks, attrgetter("score"), ">18.0%")
+        print("\nKL of the next token (nats) within the answers of full precision\n")
+        _print_means(of_length, tasks, attrgetter("kl"), ">18.4f")
         if failed := [task for task, mean in zip(tasks, means[FULL], strict=True) if mean < _FAILS]:
-            print(f"\nFull precision itself fails at {', '.join(failed)}: these columns say nothing about a scheme.")
+            print(f"\nFull precision itself fails at {', '.join(failed)}: the share says nothing about a scheme there.")
     if args.json:
         answers = {name: [{**vars(row), "score": row.score} for row in rows] for name, rows in results.items()}
         args.json.write_text(json.dumps(answers, indent=1) + "\n", encoding="utf-8")
+
+
+def _print_means(
+    results: Mapping[str, Sequence[Answer]], tasks: Sequence[str], figure: Callable[[Answer], float], form: str
+) -> dict[str, list[float]]:
+    """Print and return the mean ``figure`` of each scheme's answers, by task."""
+    print("cache".ljust(24) + "".join(f"{task:>18}" for task in tasks))
+    means = {
+        name: [statistics.fmean(figure(row) for row in rows if row.task == task) for task in tasks]
+        for name, rows in results.items()
+    }
+    for name, row in means.items():
+        print(name.ljust(24) + "".join(f"{mean:{form}}" for mean in row))
+    return means

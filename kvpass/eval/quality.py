@@ -207,11 +207,16 @@ def score(
     return _quality(name, rows, size, seconds)
 
 
+def divergences(expected: Tensor, got: Tensor) -> Tensor:
+    """KL(expected || got) of each row of log-probabilities ``[N, V]``, in nats: ``[N]``."""
+    return (expected.exp() * (expected - got)).sum(-1)
+
+
 def _compare(full: Tensor, logits: Tensor, following: Tensor) -> _Row:
     """Divergences, agreements and surprisals of logits ``[N, V]``; ``following`` holds the tokens that follow the first
     N - 1 or N of them."""
     expected, got = (x.double().log_softmax(-1) for x in (full, logits))
-    divergence = (expected.exp() * (expected - got)).sum(-1).clamp(min=_KL_FLOOR)
+    divergence = divergences(expected, got).clamp(min=_KL_FLOOR)
     surprisal = -got[: len(following)].gather(1, following[:, None])[:, 0]
     return divergence.tolist(), (full.argmax(-1) == logits.argmax(-1)).tolist(), surprisal.tolist()
 

@@ -100,7 +100,43 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-@torch.no_grad()
+class Reading:
+    """A text that ``model``, in its current state, packed or not, has read once. Each question follows it over a copy
+    of the cache.
+
+    text: ``[1, S]`` tokens.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, text: Tensor):
+        self.model, self.text, self.cache = model, text.to(device_of(model)), fresh_cache(model)
+        model(input_ids=self.text, **handing(model, self.cache), **keeping(model, 1), use_cache=True)
+
+    @torch.no_grad()
+    def answer(self, question: Tensor, most: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+        """The greedy answer ``[1, A]`` to ``question`` ``[1, Q]``, of up to ``most`` tokens."""
+        ids = torch.cat([self.text, question.to(self.text.device)], 1)
+        generate: Any = self.model.generate
+        out: Tensor = generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            **{CACHE: copy.deepcopy(self.cache)},
+            do_sample=False,
+            max_new_tokens=most,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        )
+        return out[:, ids.shape[1] :]
+
+    @torch.no_grad()
+    def log_probabilities(self, question: Tensor, answer: Tensor) -> Tensor:
+        """Those ``[A, V]`` that predict each token of ``answer`` ``[1, A]`` after ``question`` ``[1, Q]``, float64."""
+        ids, tokens = torch.cat([x.to(self.text.device) for x in (question, answer)], 1)[:, :-1], answer.shape[1]
+        handed = handing(self.model, copy.deepcopy(self.cache))
+        logits = self.model(input_ids=ids, **handed, **keeping(self.model, tokens), use_cache=True).logits
+        found: Tensor = logits[0, -tokens:].double().log_softmax(-1)
+        return found
+
+
 def ask(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
@@ -108,28 +144,15 @@ def ask(
     questions: Sequence[Tensor],
     most: int = _ANSWER_TOKENS,
 ) -> list[str]:
-    """The greedy answers, of up to ``most`` tokens each, of ``model`` in its current state, packed or not.
+    """The greedy answers, of up to ``most`` tokens each, to ``questions`` ``[1, Q]`` about ``text`` ``[1, S]``, which
+    is read once (`Reading`)."""
+    reading = Reading(model, text)
+    return [decoded(tokenizer, reading.answer(question, most, tokenizer)) for question in questions]
 
-    text: ``[1, S]`` tokens, read once.
-    questions: ``[1, Q]`` tokens; each follows the text in a call of its own, over a copy of the cache.
-    """
-    cache, device = fresh_cache(model), device_of(model)
-    text = text.to(device)
-    model(input_ids=text, **handing(model, cache), **keeping(model, 1), use_cache=True)
-    generate: Any = model.generate
-    answers = []
-    for question in questions:
-        ids = torch.cat([text, question.to(device)], 1)
-        out = generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            **{CACHE: copy.deepcopy(cache)},
-            do_sample=False,
-            max_new_tokens=most,
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-        )
-        answers.append(str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)))
-    return answers
+
+def decoded(tokenizer: PreTrainedTokenizerBase, answer: Tensor) -> str:
+    """The text of an answer ``[1, A]``, without special tokens."""
+    return str(tokenizer.decode(answer[0], skip_special_tokens=True))
 
 
 def retrieve(
@@ -154,7 +177,7 @@ def retrieve(
         for seed in range(repeats)
     ]
 
-    def answers(asked: tuple[int, float, Passkey]) -> list[Retrieval]:
+    def answers(asked: tuple[int, float, Passkey], scheme: Scheme) -> list[Retrieval]:
         length, depth, hidden = asked
         return [Retrieval(length, depth, hidden.key, *ask(model, tokenizer, hidden.text, [hidden.question]))]
 
@@ -165,17 +188,17 @@ def under_each_scheme(
     model: nn.Module,
     schemes: Mapping[str, Scheme],
     texts: Sequence[Asked],
-    answers: Callable[[Asked], Sequence[Answered]],
+    answers: Callable[[Asked, Scheme], Sequence[Answered]],
     progress: bool,
 ) -> dict[str, list[Answered]]:
-    """All ``answers`` about ``texts``, while ``model`` has each of ``schemes`` (None: full precision) applied. Decoding
-    is not compiled."""
+    """All ``answers`` about ``texts``, while ``model`` has each of ``schemes`` (None: full precision) applied, which is
+    their second argument. Decoding is not compiled."""
     results: dict[str, list[Answered]] = {name: [] for name in schemes}
     with bar("", len(schemes) * len(texts), "text", progress) as done:
         for name, scheme in schemes.items():
             done.set_description(name)
             with packed(model, scheme, **({} if scheme is None else {"lowering": "eager"})):
                 for text in texts:
-                    results[name] += answers(text)
+                    results[name] += answers(text, scheme)
                     done.update()
     return results

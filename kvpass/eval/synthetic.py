@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import KVPassError
 from ..fields import shown
-from .retrieval import around, ask, encode, under_each_scheme
+from .quality import divergences
+from .retrieval import Reading, around, decoded, encode, under_each_scheme
 from .size import Scheme
 from .texts import read
 
@@ -46,7 +47,7 @@ class _Parts(NamedTuple):
     listed: Callable[[int], str] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Question:
     """tokens: ``[1, Q]``; wanted: the strings of a right answer."""
 
@@ -65,16 +66,21 @@ class Document:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one question, and the share of its ``wanted`` strings that the answer contains, as whole words."""
+    """The answer to one question.
+
+    kl: mean KL(full || scheme) of the next token, in nats, within the answer that full precision gives; None if full
+        precision was not asked before. It shows differences that few questions do not, also where full precision fails.
+    """
 
     task: str
     length: int
     wanted: tuple[str, ...]
     answer: str
+    kl: float | None = None
 
     @property
     def score(self) -> float:
-        """From 0 to 1."""
+        """The share of the ``wanted`` strings that the answer contains, as whole words: from 0 to 1."""
         words = set(re.findall(r"\w+", self.answer))
         return sum(wanted in words for wanted in self.wanted) / len(self.wanted)
 
@@ -224,9 +230,19 @@ def run_ruler(
         for seed in range(repeats)
     ]
 
-    def answers(one: tuple[str, int, Document]) -> list[Answer]:
+    exact: dict[Question, tuple[Tensor, Tensor]] = {}  # answers in full precision, and their log-probabilities
+
+    def answers(one: tuple[str, int, Document], scheme: Scheme) -> list[Answer]:
         task, length, read = one
-        said = ask(model, tokenizer, read.text, [question.tokens for question in read.questions], read.most)
-        return [Answer(task, length, q.wanted, answer) for q, answer in zip(read.questions, said, strict=True)]
+        reading, found = Reading(model, read.text), []
+        for question in read.questions:
+            answer, kl = reading.answer(question.tokens, read.most, tokenizer), None
+            if scheme is None:
+                exact[question] = answer, reading.log_probabilities(question.tokens, answer).float()
+            if question in exact:
+                of_full, expected = exact[question]
+                kl = float(divergences(expected, reading.log_probabilities(question.tokens, of_full)).mean())
+            found.append(Answer(task, length, question.wanted, decoded(tokenizer, answer), kl))
+        return found
 
     return under_each_scheme(model, schemes, documents, answers, progress)
