@@ -17,7 +17,7 @@ from ..cache.layer import PackedLayer
 from ..codec.affine import params_dtype
 from ..errors import NonFiniteError
 from ..eval.quality import packed
-from ..models.arguments import handing, keeping
+from ..models.arguments import filling
 from ..models.probe import fresh_cache
 from ..progress import bar
 from ..schemes import IdentityConfig
@@ -105,7 +105,7 @@ class Collected:
         """Keys and values ``[N, H_kv, T, D]`` of ``layers`` for ``ids`` ``[N, T]``, and rotary tables ``[N or 1, T,
         p]``."""
         cache = fresh_cache(self.model)
-        self.model(input_ids=ids, **handing(self.model, cache), **keeping(self.model, 1), use_cache=True)
+        self.model(input_ids=ids, **filling(self.model, cache, 1))
         tensors: dict[str, Tensor] = {}
         for index, layer in enumerate(cache.layers):
             if not isinstance(layer, PackedLayer):

@@ -23,7 +23,7 @@ from ..codec.rope import rotate
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..layout.window import layout
-from ..models.arguments import handing
+from ..models.arguments import filling
 from ..models.probe import fresh_cache
 from ..progress import bar
 from ..schemes import CalibratedKVQuantConfig, LayerGeometry
@@ -60,7 +60,7 @@ def _gradients(model: nn.Module, ids: Tensor, layers: Sequence[int]) -> dict[str
     with backward(model):
         embedding.requires_grad_()  # so that keys and values are part of the graph
         try:
-            logits = model(input_ids=ids, **handing(model, cache), use_cache=True).logits
+            logits = model(input_ids=ids, **filling(model, cache)).logits
             loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
             tensors = [getattr(cache.layers[layer], which) for layer in layers for which in ("keys", "values")]
             found = torch.autograd.grad(loss, tensors)

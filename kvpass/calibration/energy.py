@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from ..cache.layer import PackedLayer
 from ..eval.quality import packed
-from ..models.arguments import handing, keeping
+from ..models.arguments import filling
 from ..models.probe import fresh_cache
 from ..schemes import QAQConfig
 
@@ -24,7 +24,7 @@ def measure_energy(model: nn.Module, data: Sequence[Tensor], config: QAQConfig, 
     with packed(model, dataclasses.replace(config, query_energy=None), lowering="eager"):
         for ids in data:
             cache = fresh_cache(model)
-            model(input_ids=ids, **handing(model, cache), **keeping(model, 1), use_cache=True)
+            model(input_ids=ids, **filling(model, cache, 1))
             energies.append([_energy(layer) for layer in cache.layers])
             bar.update()
     return dataclasses.replace(config, query_energy=tuple(torch.tensor(energies).mean(0).tolist()))

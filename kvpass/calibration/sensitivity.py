@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import KVPassError
-from ..models.arguments import handing
+from ..models.arguments import filling
 from ..models.probe import fresh_cache
 from ..schemes import LayerGeometry
 from .backward import backward
@@ -126,7 +126,7 @@ def look(
         cache.layers.append(cache.layer_class_to_replicate())
     with backward(model):
         with tap.watching(cache), tap:
-            logits = model(input_ids=ids, **handing(model, cache), use_cache=True).logits[0, min(far.values()) :]
+            logits = model(input_ids=ids, **filling(model, cache)).logits[0, min(far.values()) :]
         if missing := sorted(set(layers) - set(tap.seen)):
             raise KVPassError(
                 f"Calibration measures quantization sensitivity in calls of SDPA, but {len(missing)} layers do not "

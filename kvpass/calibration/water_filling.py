@@ -24,7 +24,7 @@ from ..codec.rope import rotate, split_pairs
 from ..codec.shares import Shares, water_fill
 from ..codec.tensors import of_model
 from ..codec.transform_coding import WIDEST
-from ..models.arguments import handing, keeping
+from ..models.arguments import filling
 from ..models.probe import fresh_cache
 from ..schemes import CalibratedWaterfillConfig, LayerGeometry, LayerPlan
 from ..schemes.waterfill import share_of_tokens
@@ -81,8 +81,7 @@ def find_turns(model: nn.Module, layers: dict[int, LayerGeometry], ids: Tensor) 
     for shift in (0, *_SHIFTS):
         cache: Any = fresh_cache(model)
         positions = torch.arange(ids.shape[1], device=ids.device)[None] + shift
-        handed = handing(model, cache) | keeping(model, 1)
-        model(input_ids=ids, position_ids=positions, **handed, use_cache=True)
+        model(input_ids=ids, position_ids=positions, **filling(model, cache, 1))
         keys[shift] = {index: cache.layers[index].keys[0].float() for index in layers}
     turns: list[Turn] = []
     found: dict[int, Turn] = {}

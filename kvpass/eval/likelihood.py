@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..accelerate_hooks import device_of
 from ..errors import KVPassError
-from ..models.arguments import handing, keeping
+from ..models.arguments import filling
 from ..models.probe import fresh_cache
 
 Request = tuple[Sequence[int], Sequence[int]]
@@ -68,12 +68,12 @@ def _logits(model: nn.Module, prompt: Sequence[int], fed: list[list[int]], token
     are padded at the end, where nothing that counts attends to them."""
     cache, longest = fresh_cache(model), max(map(len, fed))
     if prompt:
-        model(input_ids=_ids(model, [prompt]), **handing(model, cache), **keeping(model, 1), use_cache=True)
+        model(input_ids=_ids(model, [prompt]), **filling(model, cache, 1))
         if len(fed) > 1:
             cache.batch_repeat_interleave(len(fed))
     ids = _ids(model, [[*row, *row[-1:] * (longest - len(row))] for row in fed])
     parts = ids.split(1 if token_by_token else longest, 1)
-    return torch.cat([model(input_ids=part, **handing(model, cache), use_cache=True).logits for part in parts], 1)
+    return torch.cat([model(input_ids=part, **filling(model, cache)).logits for part in parts], 1)
 
 
 def _likelihood(logits: Tensor, continuation: Sequence[int]) -> Likelihood:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .. import api
 from ..cache.swap import bits_per_value, nbytes, num_values
 from ..errors import KVPassError, NotSimulatedError
-from ..models.arguments import handing, keeping
+from ..models.arguments import filling, keeping
 from ..models.probe import fresh_cache
 from ..progress import bar
 from ..runtime.applied import is_applied
@@ -147,13 +147,6 @@ def packed(model: nn.Module, scheme: Scheme, **options: Any) -> Iterator[nn.Modu
         api.remove(model)
 
 
-def _forward(model: nn.Module, ids: Tensor, keep: int, **kwargs: Any) -> Tensor:
-    """Logits ``[keep, V]`` of the last ``keep`` tokens of ``ids`` ``[1, S]``. Only those are computed if the model
-    supports it."""
-    logits: Tensor = model(input_ids=ids, **keeping(model, keep), **kwargs).logits
-    return logits[0, -keep:]
-
-
 def _check(model: nn.Module, ids: Tensor, prompt: int) -> None:
     if ids.ndim != 2 or ids.shape[0] != 1:
         raise KVPassError(f"Score one sequence [1, S] at a time, not {tuple(ids.shape)}.")
@@ -176,7 +169,9 @@ def reference_logits(model: nn.Module, ids: Tensor, prompt: int) -> Tensor:
     """
     _check(model, ids, prompt)
     with packed(model, None):
-        return _forward(model, ids, ids.shape[1] - prompt, use_cache=False)
+        scored = ids.shape[1] - prompt
+        logits: Tensor = model(input_ids=ids, **keeping(model, scored), use_cache=False).logits
+        return logits[0, -scored:]
 
 
 @torch.no_grad()
@@ -192,12 +187,12 @@ def score(
     """Score ``model`` in its current state, packed or not, on ``ids`` ``[1, S]`` (see `packed`, `reference_logits`)."""
     _check(model, ids, prompt)
     cache, device = fresh_cache(model), ids.device
-    handed = handing(model, cache)
-    _forward(model, ids[:, :prompt], 1, **handed, use_cache=True)
+    given = filling(model, cache, 1)
+    model(input_ids=ids[:, :prompt], **given)
     rows, seconds = [], []
     for position, full in zip(range(prompt, ids.shape[1]), reference, strict=True):
         start = time.perf_counter()
-        logits = _forward(model, ids[:, position : position + 1], 1, **handed, use_cache=True)
+        logits = model(input_ids=ids[:, position : position + 1], **given).logits[0]
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - start)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..accelerate_hooks import device_of
 from ..errors import KVPassError
-from ..models.arguments import CACHE, handing, keeping
+from ..models.arguments import CACHE, filling
 from ..models.probe import fresh_cache
 from ..progress import bar
 from .quality import packed
@@ -110,7 +110,7 @@ class Reading:
     @torch.no_grad()
     def __init__(self, model: nn.Module, text: Tensor):
         self.model, self.text, self.cache = model, text.to(device_of(model)), fresh_cache(model)
-        model(input_ids=self.text, **handing(model, self.cache), **keeping(model, 1), use_cache=True)
+        model(input_ids=self.text, **filling(model, self.cache, 1))
 
     @torch.no_grad()
     def answer(self, question: Tensor, most: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
@@ -131,8 +131,7 @@ class Reading:
     def log_probabilities(self, question: Tensor, answer: Tensor) -> Tensor:
         """Those ``[A, V]`` that predict each token of ``answer`` ``[1, A]`` after ``question`` ``[1, Q]``, float64."""
         ids, tokens = torch.cat([x.to(self.text.device) for x in (question, answer)], 1)[:, :-1], answer.shape[1]
-        handed = handing(self.model, copy.deepcopy(self.cache))
-        logits = self.model(input_ids=ids, **handed, **keeping(self.model, tokens), use_cache=True).logits
+        logits = self.model(input_ids=ids, **filling(self.model, copy.deepcopy(self.cache), tokens)).logits
         found: Tensor = logits[0, -tokens:].double().log_softmax(-1)
         return found
 

@@ -34,6 +34,12 @@ def handing(model: nn.Module, cache: Cache) -> dict[str, Any]:
     return {cache_argument(model): cache}
 
 
+def filling(model: nn.Module, cache: Cache, logits: int | None = None) -> dict[str, Any]:
+    """The keyword arguments with which ``model`` reads tokens into ``cache``. ``logits``: see `keeping`; None keeps
+    all."""
+    return handing(model, cache) | ({} if logits is None else keeping(model, logits)) | {"use_cache": True}
+
+
 def keeping(model: nn.Module, count: int) -> dict[str, int]:
     """The keyword argument that limits the logits of ``model`` to the last ``count`` tokens, if it has one."""
     return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
