@@ -8,7 +8,7 @@ from waterfill import main
 
 PRESETS = (
     "kivi", "kivi-s8", "kivi-sinks", "kivi-4", "turboquant", "turboquant-3", "turboquant-4", "turboquant-prod",
-    "turboquant-prod-4", "higgs", "e8", "d4", "kvarn-k2v2", "kvarn", "kvarn-k4v2-g128", "zipcache", "gear-l", "gear",
+    "turboquant-prod-4", "higgs", "e8", "kvarn-k2v2", "kvarn", "kvarn-k4v2-g128", "zipcache", "gear-l", "gear",
     "kvquant", "kvquant-3", "kitty", "kitty-25", "turboquant-2.5", "turboquant-3.5", "zipcache-salient", "polarquant-3",
     "polarquant",
 )  # fmt: skip

@@ -76,7 +76,6 @@ SCHEMES = {
     "turboquant-2.5": "a quarter of a page's channels 3 bits, the others 2, either rotated by itself",
     "turboquant-3.5": "the same, 4 and 3 bits",
     "e8": "rotated, points of the E8 lattice per token, 2 bits",
-    "d4": "the same, of the D4 lattice",
     "zipcache": "values divided by channel factors, 2 bits",
     "zipcache-salient": "half of a page's tokens 4 bits, by attention, the others 2",
     "polarquant": "keys as radii and angles of pairs, 4 bits each, values 4 bits",

@@ -17,7 +17,7 @@ from kvpass.codec.bitpack import unpack
 from kvpass.codec.codebook import grid
 from kvpass.codec.codec import marks_of
 from kvpass.codec.hadamard import hadamard, inverse_hadamard
-from kvpass.codec.lattice_points import LATTICES, assign, magnitudes, points, words
+from kvpass.codec.lattice_points import DIM, SHIFT, assign, magnitudes, points, words
 from kvpass.codec.nuq import fit_points, nearest
 from kvpass.codec.second_level import compress, expand
 from kvpass.codec.tensors import of_pages, page_shapes
@@ -56,7 +56,6 @@ SMALL = {
     "zipcache": dict(group_size=16),
     "kitty-25": dict(group_size=16, sinks=2),
     "e8": dict(),
-    "d4": dict(),
     "gear": dict(group_size=16, rank=1),
     "kvquant": dict(group_size=16),
     "polarquant": dict(group_size=16),
@@ -75,7 +74,7 @@ SMALL = {
     "turboquant-*",
     "kvarn-k2v2",
     "zipcache",
-    "?[48]",
+    "e8",
     "gear",
     "polarquant",
     "minicache",
@@ -596,9 +595,7 @@ def test_kitty_refuses_unsupported_settings(fields, says):
         get("kitty", **fields)
 
 
-# ---------------------------------------------------------------- the lattices E8 and D4
-
-SHELLS = {"e8": ([2, 4, 6, 8, 10, 12], [1, 8, 28, 64, 126, 29]), "d4": ([1, 3, 5, 7, 9], [1, 4, 6, 8, 13])}
+# ---------------------------------------------------------------- the lattice E8
 
 
 def in_lattice(x):
@@ -607,58 +604,44 @@ def in_lattice(x):
     return whole & (x.sum(-1) % 2 == 0)
 
 
-def all_points(lattice):
-    codes = torch.arange(4**lattice.dim, dtype=torch.int32)
-    return codes, points(codes, lattice, words(lattice, codes.device))
+def all_points():
+    codes = torch.arange(4**DIM, dtype=torch.int32)
+    return codes, points(codes, words(codes.device))
 
 
-@pytest.mark.parametrize("name", LATTICES)
-def test_all_codes_are_points_of_the_lattice_and_their_own_nearest(name):
-    lattice = LATTICES[name]
-    codes, found = all_points(lattice)
+def test_all_codes_are_points_of_the_lattice_and_their_own_nearest():
+    codes, found = all_points()
     assert len(found.unique(dim=0)) == len(codes)
-    assert in_lattice(found - lattice.shift).all()  # D4 about a hole: the half-odd vectors of E8, four at a time
-    norms, counts = magnitudes(lattice).square().sum(-1).unique(return_counts=True)
-    assert (norms.tolist(), counts.tolist()) == SHELLS[name]
+    assert in_lattice(found - SHIFT).all()
+    norms, counts = magnitudes().square().sum(-1).unique(return_counts=True)
+    assert (norms.tolist(), counts.tolist()) == ([2, 4, 6, 8, 10, 12], [1, 8, 28, 64, 126, 29])
     sample = torch.randperm(len(codes), generator=generator(0))[:2000]
-    assert torch.equal(assign(found[sample], lattice), codes[sample].long())
+    assert torch.equal(assign(found[sample]), codes[sample].long())
 
 
-@pytest.mark.parametrize("name", LATTICES)
 @given(seeds)
-def test_codes_are_the_nearest_of_all_points(name, seed):
-    lattice = LATTICES[name]
-    _, found = all_points(lattice)
-    x = 1.5 * randn(seed, 16, lattice.dim)
+def test_codes_are_the_nearest_of_all_points(seed):
+    _, found = all_points()
+    x = 1.5 * randn(seed, 16, DIM)
     nearest = torch.cdist(x.double(), found.double()).amin(-1)
-    got = (found[assign(x, lattice)] - x).double().norm(dim=-1)
+    got = (found[assign(x)] - x).double().norm(dim=-1)
     torch.testing.assert_close(got, nearest, rtol=1e-5, atol=1e-5)
 
 
-def test_no_larger_vector_of_d4_is_left_out():
-    """The 256 half-odd vectors with an even sum and a squared norm of at most 9, selected from all vectors."""
-    every = torch.cartesian_prod(*[torch.arange(-7, 8, 2) / 2] * 4)
-    wanted = every[(every.sum(-1) % 2 == 0) & (every.square().sum(-1) <= 9)]
-    assert torch.equal(all_points(LATTICES["d4"])[1].unique(dim=0), wanted.unique(dim=0))
-
-
-def test_lattices_beat_the_grid_of_pairs_of_as_many_bits():
+def test_e8_beats_the_grid_of_pairs_of_as_many_bits():
     x = randn(0, 1, 2, 1024, 64)
     errors, costs = [], []
-    for name in ("e8", "d4", "higgs"):
+    for name in ("e8", "higgs"):
         got, cost = coded(values_of(name), x)
         errors.append((got - x).square().mean() / x.square().mean())
         costs.append(cost)
-    assert costs == [2.25] * 3
-    assert errors[0] < 0.092 < errors[1] < 0.1 < 0.104 < errors[2]  # d4n256, at the same bit width, has 0.0966
+    assert costs == [2.25] * 2
+    assert errors[0] < 0.092 < 0.104 < errors[1]  # d4n256, at the same bit width, has 0.0966
 
 
-@pytest.mark.parametrize(
-    "name, head_dim, says", [("e8", 20, "E8 lattice quantizes 8"), ("d4", 18, "D4 lattice quantizes 4")]
-)
-def test_lattices_refuse_heads_that_their_vectors_do_not_divide(name, head_dim, says):
-    with pytest.raises(KVPassError, match=says):
-        get(name).plan(geometry(head_dim=head_dim))
+def test_e8_refuses_heads_that_its_vectors_do_not_divide():
+    with pytest.raises(KVPassError, match="E8 lattice quantizes 8"):
+        get("e8").plan(geometry(head_dim=20))
 
 
 # ---------------------------------------------------------------- GEAR and KVQuant

@@ -76,7 +76,6 @@ def token_by_token(model, ids, reference, scheme):
     "squat-*",
     "kivi-*",
     "asymkv-*",
-    "d4*",
     "e8-sinks",
     "higgs-*",
     "quarot-*",

@@ -29,7 +29,6 @@ CASES = {
     "polarquant": dict(residual=32, group_size=16),
     "polarquant-3": dict(residual=32, group_size=32, rope="pre"),
     "e8": dict(),
-    "d4": dict(),
     "kitty-25": dict(residual=32, group_size=16),
     "kitty, one channel": dict(scheme="kitty", share=0.04, residual=64, group_size=64, sinks=3),
     "kvquant": dict(residual=32, group_size=16),

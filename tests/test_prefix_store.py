@@ -94,7 +94,7 @@ def test_kernels_make_the_same_chunks():
 
 
 STORED = {
-    "asymkv", "d4", "d4-sinks", "e8", "gear", "higgs", "higgs-sinks", "identity", "kitty", "kivi", "kivi-3", "kivi-4",
+    "asymkv", "e8", "gear", "higgs", "higgs-sinks", "identity", "kitty", "kivi", "kivi-3", "kivi-4",
     "kivi-s8", "kivi-sinks", "kvarn", "polarquant", "quarot", "rtn", "turboquant", "turboquant-2.5", "zipcache",
 }  # fmt: skip
 

@@ -57,7 +57,7 @@ def test_a_folder_without_a_calibration_is_refused(tmp_path):
 
 
 SERVED = {
-    "d4", "e8", "higgs", "higgs-1.5", "higgs-3", "higgs-4", "higgs-sinks", "identity", "kivi", "kivi-1",
+    "e8", "higgs", "higgs-1.5", "higgs-3", "higgs-4", "higgs-sinks", "identity", "kivi", "kivi-1",
     "kivi-3", "kivi-4", "kivi-8", "kivi-lsq", "kivi-s8", "kivi-sinks", "kvarn", "quarot", "rtn", "turboquant",
 }  # fmt: skip
 

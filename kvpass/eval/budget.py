@@ -13,7 +13,7 @@ from .size import footprint
 
 SHORT_LIST = (
     "higgs-1.5", "higgs", "higgs-3", "higgs-4", "kivi", "kivi-sinks", "kivi-3", "kivi-4", "kivi-8", "squat",
-    "quarot-2", "quarot-3", "quarot", "rtn-3", "rtn", "logquant", "kivi-s8", "e8", "d4", "turboquant-3", "turboquant-4",
+    "quarot-2", "quarot-3", "quarot", "rtn-3", "rtn", "logquant", "kivi-s8", "e8", "turboquant-3", "turboquant-4",
     "kvarn-k2v2", "kvarn", "kitty", "kitty-25", "kvquant", "kvquant-3", "turboquant-2.5", "turboquant-3.5",
     "turboquant-prod", "zipcache", "zipcache-salient", "gear-l", "polarquant-3", "polarquant",
     "waterfill-2", "waterfill", "waterfill-heads", "waterfill-3", "asymkv-eta", "asymkv-lsq", "xquant", "xquant-lsq",

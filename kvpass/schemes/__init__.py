@@ -2,7 +2,7 @@
 
 from .aqua import AquaKVConfig
 from .base import LayerPlan, SchemeConfig, available, check_edges, check_sources, compose, get, named, register_scheme
-from .e8 import LatticeConfig
+from .e8 import E8Config
 from .gear import GEARConfig
 from .geometry import Heads, LayerGeometry, geometries
 from .higgs import HIGGSConfig
@@ -30,6 +30,7 @@ __all__ = [
     "AsymKVConfig",
     "CalibratedKVQuantConfig",
     "CalibratedWaterfillConfig",
+    "E8Config",
     "GEARConfig",
     "HIGGSConfig",
     "Heads",
@@ -38,7 +39,6 @@ __all__ = [
     "KVQuantConfig",
     "KVarNConfig",
     "KittyConfig",
-    "LatticeConfig",
     "LayerGeometry",
     "LayerPlan",
     "LogQuantConfig",

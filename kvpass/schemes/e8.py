@@ -1,10 +1,9 @@
 """Rotate heads until they are nearly normal, and quantize them to the E8 lattice, as QuIP# (arXiv 2402.04396) does with
-weights, or to D4."""
+weights."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-from ..codec.lattice import D4, E8
+from ..codec.lattice import E8
 from ..codec.quantizer import Quantizer
 from ..codec.spec import CodecSpec
 from ..codec.transform import Transform
@@ -14,19 +13,17 @@ from .geometry import LayerGeometry
 from .storage import StorageConfig
 
 
-@register_scheme(e8_sinks=dict(sinks=4), d4=dict(lattice="d4"), d4_sinks=dict(lattice="d4", sinks=4))
+@register_scheme(e8_sinks=dict(sinks=4))
 @dataclass(frozen=True, kw_only=True)
-class LatticeConfig(StorageConfig):
+class E8Config(StorageConfig):
     """``2 + 16 / head_dim`` bits per value, plus the exact tokens of `StorageConfig`.
 
-    lattice: "e8", 65,536 points for eight values, or "d4", 256 points for four (`kvpass.codec.lattice`).
     center: subtract the mean of the first packed keys from all keys; None does so if there are sinks.
     seed: seed of the signs of the rotation.
     """
 
     name = "e8"
 
-    lattice: Literal["e8", "d4"] = "e8"
     center: bool | None = None
     seed: int = 0
 
@@ -36,16 +33,15 @@ class LatticeConfig(StorageConfig):
         self._plan(64, 64)
 
     def _plan(self, head_dim: int, value_head_dim: int) -> LayerPlan:
-        codec = E8() if self.lattice == "e8" else D4()
         keys = self.key_retention()
         center = keys.sinks > 0 if self.center is None else self.center
         return LayerPlan(
             CodecSpec(
-                Quantizer(2, "token", head_dim, codec=codec), keys,
+                Quantizer(2, "token", head_dim, codec=E8()), keys,
                 self.key_transform(center=center, rotation=self.seed),
             ),
             CodecSpec(
-                Quantizer(2, "token", value_head_dim, codec=codec), self.value_retention(),
+                Quantizer(2, "token", value_head_dim, codec=E8()), self.value_retention(),
                 Transform(rotation=self.seed),
             ),
         )  # fmt: skip

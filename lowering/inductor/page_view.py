@@ -77,9 +77,9 @@ def view_pages(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, h
 
 
 def points_of(spec: CodecSpec, device: torch.device) -> Tensor | None:
-    """The look-up table of a lattice or grid; None for other codecs."""
-    if isinstance(spec.codec, lattice.OnLattice):
-        return words(spec.codec.lattice, device)
+    """The look-up table of E8 or a grid; None for other codecs."""
+    if isinstance(spec.codec, lattice.E8):
+        return words(device)
     return grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
 
 
@@ -165,7 +165,7 @@ def _salient(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
     return Pages(kinds, salient.slots(marks, salient.tokens_of(spec)[0]))
 
 
-# ---------------------------------------------------------------- codebooks and lattices
+# ---------------------------------------------------------------- codebooks and the lattice
 
 
 @views("nuq")
@@ -218,9 +218,9 @@ def _datatype_pages(
     return Pages([Planes(num_planes(spec.bits), values)], None, outliers(*outlier_tensors, at, spec, head_dim))
 
 
-@views("e8", "d4")
+@views("e8")
 def _lattice(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
-    """Points of a lattice (`codec.lattice`)."""
+    """Points of E8 (`codec.lattice`)."""
     codes, scale = kept
     return Pages([Planes(1, lambda plane: lattice.rotated(codes, scale, spec, points))])
 
