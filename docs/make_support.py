@@ -30,13 +30,13 @@ HEAD = f"""# Support matrix
 Made by `python docs/make_support.py` from the table that chooses at run time (`lowering/table.py`), for layers of
 {HEADS} KV heads, `head_dim` {HEAD_DIM}, {str(DTYPE).removeprefix("torch.")}.
 
-**cpp**, **cpp-grid** and **triton** are hand-written kernels, and **inductor** is compiled by Inductor: in attention,
-they read quantized pages. **inductor-tiled** and **tiled** dequantize a tile of pages at a time, multiply it with all
-queries, and combine the tiles by a running softmax; **inductor-dense** dequantizes all keys and values first. The first
-and the last of these dequantize by a compiled kernel where the codec has one. `lowering="inductor"` takes whichever of
-its three implementations serves a call. **reference** is plain PyTorch over dequantized keys and values: correct, but
-slower, and with as much memory as a cache in full precision. Which Triton kernels have run on a GPU, and how fast, is
-in [On a GPU](gpu.md).
+**cpp**, **cpp-grid**, **cpp-lattice** and **triton** are hand-written kernels, and **inductor** is compiled by
+Inductor: in attention, they read quantized pages. **inductor-tiled** and **tiled** dequantize a tile of pages at a
+time, multiply it with all queries, and combine the tiles by a running softmax; **inductor-dense** dequantizes all
+keys and values first. The first and the last of these dequantize by a compiled kernel where the codec has one.
+`lowering="inductor"` takes whichever of its three implementations serves a call. **reference** is plain PyTorch over
+dequantized keys and values: correct, but slower, and with as much memory as a cache in full precision. Which Triton
+kernels have run on a GPU, and how fast, is in [On a GPU](gpu.md).
 
 *Store* quantizes tokens that leave the window, keys / values where they differ; *drafts* are 2 to 16 query tokens,
 and a *prompt chunk* has more, behind tokens that are stored.

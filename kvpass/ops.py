@@ -67,6 +67,7 @@ from kvpass.lowering.cpp import (  # noqa: F401  (registers ops)
     few_tokens,
     quantize_allocated,
     quantize_grid,
+    quantize_lattice,
 )
 from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, select
 from kvpass.lowering.window_mask import within_window

@@ -23,7 +23,7 @@ from kvpass.codec.second_level import compress, expand
 from kvpass.codec.tensors import of_pages, page_shapes
 from kvpass.schemes import LayerGeometry, available, get
 
-from common import WIDTHS, generator, randn, seeds
+from common import WIDTHS, awkward, generator, randn, seeds
 from tiny import llama, step_by_step, tokens
 
 
@@ -637,6 +637,26 @@ def test_e8_beats_the_grid_of_pairs_of_as_many_bits():
         costs.append(cost)
     assert costs == [2.25] * 2
     assert errors[0] < 0.092 < 0.104 < errors[1]  # d4n256, at the same bit width, has 0.0966
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["normal", "outliers", "mixed magnitudes", "two values"])
+@pytest.mark.parametrize("head_dim", [32, 64, 96])
+def test_the_kernel_of_e8_quantizes_as_the_reference_bit_for_bit(head_dim, kind, dtype):
+    spec = keys_of("e8", head_dim)
+    for pages in (1, 5):
+        x = awkward(pages, kind, 2, 3, pages * spec.page_size, head_dim, limit=100).to(dtype)
+        x[0, 0, 3] = 0
+        got, expected = (torch.ops.kvpass.quantize(x, [], str(spec), name) for name in ("cpp-lattice", "reference"))
+        for mine, theirs in zip(got, expected, strict=True):
+            assert mine.dtype == theirs.dtype and mine.shape == theirs.shape and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["quarot-2", "rtn-2"])
+def test_the_kernel_of_e8_refuses_other_codes(name):
+    spec = values_of(name)
+    with pytest.raises(KVPassError, match="E8 lattice alone"):
+        torch.ops.kvpass.quantize(randn(0, 1, 1, 32, 64), [], str(spec), "cpp-lattice")
 
 
 def test_e8_refuses_heads_that_its_vectors_do_not_divide():

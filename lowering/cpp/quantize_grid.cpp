@@ -1,11 +1,9 @@
-// Quantizes tokens to the points of a grid (kvpass/codec/codebook.py), rotated or not (kvpass/codec/hadamard.py). Needs
-// tokens.h and unpack.h, and a build that does not fuse products and sums, so that codes are those of the reference.
+// Quantizes tokens to the points of a grid (kvpass/codec/codebook.py). Needs to_units.h and unpack.h.
 //
-// Macros: BITS: bit width of a code. DIM: channels that it stands for. POINTS: of the grid. GROUP: channels that share
-// a scale. ROTATED: whether tokens are rotated.
+// Macros: BITS: bit width of a code. DIM: channels that it stands for. POINTS: of the grid.
 namespace {
 
-constexpr int COLUMNS = HEAD / DIM, GROUPS = HEAD / GROUP;
+constexpr int COLUMNS = HEAD / DIM;
 
 struct Grid {
     const float *points, *weights;  // [DIM, POINTS] and [POINTS], half of the squared norms
@@ -24,34 +22,10 @@ struct Grid {
     }
 };
 
-// Sylvester's matrix, in runs of the largest power of two that divides HEAD.
-inline void rotate(float* x, const float* signs) {
-    constexpr int SIZE = HEAD & -HEAD;
-    for (int i = 0; i < HEAD; i++) x[i] *= signs[i];
-    for (int half = 1; half < SIZE; half *= 2) {
-        float next[HEAD];
-        for (int start = 0; start < HEAD; start += 2 * half)
-            for (int i = start; i < start + half; i++) {
-                next[i] = x[i] + x[i + half];
-                next[i + half] = x[i] - x[i + half];
-            }
-        std::copy_n(next, HEAD, x);
-    }
-    for (int i = 0; i < HEAD; i++) x[i] /= std::sqrt((float)SIZE);
-}
-
 // codes: [COLUMNS]. scales: [GROUPS].
 inline void quantize(const Token* token, const Grid& grid, const float* signs, uint8_t* codes, Scale* scales) {
-    float x[HEAD], units[DIM][COLUMNS];
-    to_floats<HEAD>(token, x);
-    if (ROTATED) rotate(x, signs);
-    for (int g = 0; g < GROUPS; g++) {
-        double squares = 0;
-        for (int i = g * GROUP; i < (g + 1) * GROUP; i++) squares += (double)x[i] * x[i];
-        round_to(scales[g], (float)std::sqrt(squares / GROUP));
-        const float scale = number(scales[g]), by = scale > 0 ? scale : 1;
-        for (int i = g * GROUP; i < (g + 1) * GROUP; i++) units[i % DIM][i / DIM] = x[i] / by;
-    }
+    float units[DIM][COLUMNS];
+    to_units(token, signs, scales, [&](int i, float x) { units[i % DIM][i / DIM] = x; });
     for (int c = 0; c < COLUMNS; c += LANES) {
         Floats own[DIM];
         for (int k = 0; k < DIM; k++) own[k] = load<Floats>(units[k] + c);

@@ -19,8 +19,9 @@ from ..table import DispatchKey, implements
 from .attend_codes import DTYPES, LANES
 from .build import build, source
 
-_FLOATS, _NUMBER = "const float*", "int64_t"
-_TYPES = ["const uint8_t*", *3 * [_FLOATS], *2 * ["uint8_t*"], *2 * [_NUMBER]]
+BYTES, FLOATS, NUMBER = "const uint8_t*", "const float*", "int64_t"
+"""C++ types of the arguments of a kernel."""
+_TYPES = [BYTES, *3 * [FLOATS], *2 * ["uint8_t*"], *2 * [NUMBER]]
 _FEATURES = {"grid", "rotation", "per=token", "codec=across-heads", *(f"bits={bits}" for bits in FIELDS)}
 
 
@@ -30,9 +31,9 @@ def _kernel(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> Callable[...,
     defines = dict(
         HEAD=head_dim, PAGE=spec.page_size, QUERIES=1, SINKS=0, BITS=spec.bits, DIM=quantizer.dim,
         POINTS=len(grid(quantizer.grid)), GROUP=quantizer.group_size, ROTATED=int(spec.transform.rotation is not None),
-        BFLOAT16=int(dtype == torch.bfloat16),
+        UNIT=1, BFLOAT16=int(dtype == torch.bfloat16),
     )  # fmt: skip
-    return build(source(defines, "tokens.h", "unpack.h", "quantize_grid.cpp"), _TYPES, fused=False)
+    return build(source(defines, "tokens.h", "unpack.h", "to_units.h", "quantize_grid.cpp"), _TYPES, fused=False)
 
 
 @cache
