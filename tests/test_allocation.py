@@ -22,6 +22,7 @@ from kvpass.codec.transform_coding import DISTORTION, STEPS, allocate, gains, se
 from kvpass.layout.pool import handle
 from kvpass.layout.retention import Retention
 from kvpass.lowering.cpp import allocated, dequantize_allocated, quantize_allocated
+from kvpass.lowering.table import DispatchKey, select
 from kvpass.schemes import LayerGeometry, WaterfillConfig, get
 
 from common import DTYPES, awkward, chunkings, generator, randn, seeds
@@ -203,6 +204,34 @@ def test_pages_store_tokens_by_rank_with_a_mask(seed):
         for rank in (sorted(rich), sorted(set(range(32)) - rich)):  # in order of their positions
             slot = where[b, h, page, rank].tolist()
             assert slot == list(range(slot[0], slot[0] + len(slot)))
+
+
+@given(seeds)
+def test_tokens_are_ranked_by_the_error_to_expect(seed):
+    spec = spec_of(Allocation(12, 4, 16, False, 22, 8, by_error=True))
+    x, q = mixed(seed, 1, 2, 64, HEAD), randn(seed, 1, 2, 60, HEAD)
+    basis, _, queries = given = fitted(spec, x, q)
+    (pages,) = quantize_pages(x, spec, given)
+    where = slots(marks_of(pages, 32))
+    for h, page in itertools.product(range(2), range(2)):
+        tokens = x[0, h, 32 * page : 32 * page + 32].double()
+        weights = (tokens @ queries[0, h].double().T).softmax(0).square().sum(-1)
+        blocks = [slice(start, start + 16) for start in range(0, HEAD, 16)]
+        units = torch.cat([tokens[:, part] @ torch.linalg.inv(basis[0, h, part].double()) for part in blocks], -1)
+        expected = (weights / weights.mean() + 4) * units.square().sum(-1)
+        least = expected[where[0, h, page] < 16].min()
+        assert least >= expected[where[0, h, page] >= 16].max() * (1 - 1e-4)
+
+
+def test_ranking_by_error_is_as_fused_as_ranking_by_attention():
+    layer = LayerGeometry(0, 1, 2, 64, torch.float32, torch.device("cpu"))
+    names = []
+    for plan in (WaterfillConfig(rank_by=by).plan(layer) for by in ("attention", "error")):
+        specs = str(plan.key), str(plan.value)
+        keys = [DispatchKey("append_", "cpu", (spec,), 0, 64) for spec in specs]
+        keys += [DispatchKey("attend", "cpu", specs, queries, 64, torch.float32) for queries in (1, 5, 64)]
+        names.append([select(key).name for key in keys])
+    assert names[0] == names[1] and "reference" not in names[0]
 
 
 def test_values_have_high_precision_where_their_keys_do():
@@ -572,7 +601,7 @@ def test_kernels_read_fields_like_dequantize(queries, head_dim, residual, fields
         (48, 32, Allocation(14, 8, 16, False)),
         (64, 32, Allocation(12, 4, 32, False, 22, 8)),
         (512, 64, Allocation(14, 4, 32, False)),
-        (96, 16, Allocation(2, 1, 4, False, 14, 0)),
+        (96, 16, Allocation(2, 1, 4, False, 14, 0, by_error=True)),
         (32, 48, Allocation(3, 2, 1, False)),
     ],
     ids=str,

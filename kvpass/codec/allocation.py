@@ -52,6 +52,7 @@ SHARES = 16
 """`Allocation` counts fields per this many channels."""
 RANKS = 2
 """Number of ranks, of equally many tokens each, if tokens have ranks."""
+_PRIOR = 4.0  # weight of queries that attend to all tokens of a page alike, relative to the prompt's
 
 
 class Rank(NamedTuple):
@@ -127,13 +128,20 @@ def _quantize_rank(units: Tensor, places: Tensor, counts: tuple[int, int]) -> Ra
     return Rank(pairs, singles, (levels + UNIT).to(torch.uint8))
 
 
-def choose(x: Tensor, spec: CodecSpec, queries: Tensor) -> Tensor:
+def choose(x: Tensor, spec: CodecSpec, queries: Tensor, units: Tensor | None = None) -> Tensor:
     """Select the high-precision tokens of keys ``[B, H, N * P, D]``; returns a bit mask ``[B, H, N, P / 8, 1]`` uint8.
 
     They are the tokens of each page with the largest squared attention weights under ``queries`` (softmax within the
     page), because the squared error from a key grows with the square of its weight.
+
+    units: coordinates of the tokens, ``[B, H, N * P, D]``. With them, tokens are selected by the squared error to
+        expect. It is proportional to the squared size of their coordinates, because a token's steps are, and to the
+        squared weight, under later queries that may attend to any token of the page.
     """
     mass = (x.float() @ queries.float().mT).unflatten(2, (-1, spec.page_size)).softmax(3).square().sum(-1)
+    if units is not None:
+        size = units.unflatten(2, (-1, spec.page_size)).square().sum(-1)
+        mass = (mass / mass.mean(-1, keepdim=True) + _PRIOR) * size
     most = mass.topk(spec.page_size // RANKS, -1).indices
     high_mask = torch.zeros_like(mass, dtype=torch.uint8).scatter(-1, most, 1)
     return pack(high_mask.unsqueeze(-1), 1)
@@ -182,10 +190,12 @@ class Ranked:
 
     block_size: number of neighbouring channels that are decorrelated together.
     follows: take the high-precision tokens from the layer's keys; otherwise queries select them.
+    by_error: select them by the error to expect, not by the prompt's attention alone (`choose`).
     """
 
     block_size: int
     follows: bool
+    by_error: bool = False
 
     @property
     def ranked(self) -> bool:
@@ -222,9 +232,10 @@ class Ranked:
     ) -> tuple[Tensor, Tensor | None]:
         """The coordinates of whole pages ``[B, H, N * P, D]`` in ``basis``, in token order, float32, and the mask of
         their high-precision tokens ``[B, H, N, P / 8, 1]``; None without ranks. ``chosen`` as in `by_rank`."""
+        units = coordinates(x, basis)
         if not self.ranked:
-            return coordinates(x, basis), None
-        return coordinates(x, basis), chosen[0] if self.follows else choose(x, spec, chosen[0])
+            return units, None
+        return units, chosen[0] if self.follows else choose(x, spec, chosen[0], units if self.by_error else None)
 
     def by_rank(
         self, x: Tensor, basis: Tensor, spec: CodecSpec, chosen: Sequence[Tensor]
@@ -267,6 +278,7 @@ class Allocation(Ranked, Codec, name="allocated"):
     rich_pairs, rich_singles: ``pairs`` and ``singles`` for the high-precision tokens of a page. If both are 0, all
         tokens of a page have the same bit widths.
     follows: take the high-precision tokens from the layer's keys; otherwise the prompt's queries select them.
+    by_error: see `Ranked`.
     """
 
     pairs: int
@@ -276,6 +288,7 @@ class Allocation(Ranked, Codec, name="allocated"):
     rich_pairs: int = 0
     rich_singles: int = 0
     follows: bool = False
+    by_error: bool = False
 
     tensors = {"codes": Kept(_page, torch.uint8)}
     quantizes_with: ClassVar[tuple[str, ...]] = ("basis", "fields", "queries")

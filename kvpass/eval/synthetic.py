@@ -241,7 +241,9 @@ def run_ruler(
                 exact[question] = answer, reading.log_probabilities(question.tokens, answer).float()
             if question in exact:
                 of_full, expected = exact[question]
-                kl = float(divergences(expected, reading.log_probabilities(question.tokens, of_full)).mean())
+                kl = float(
+                    divergences(expected, reading.log_probabilities(question.tokens, of_full)).mean().clamp_min(0)
+                )
             found.append(Answer(task, length, question.wanted, decoded(tokenizer, answer), kl))
         return found
 

@@ -66,6 +66,8 @@ class WaterfillConfig(StorageConfig):
     key_fields, value_fields: how many 2-bit and how many 1-bit fields every 16 channels share.
     rich_key_fields, rich_value_fields: the same for the half of a page's tokens to which the prompt's queries would pay
         most attention; (0, 0) treats all tokens alike.
+    rank_by: what selects this half: "attention", the prompt's alone, or "error", which also expects later queries to
+        attend to other tokens, and prefers tokens whose quantization errors are large. The latter is better at recall.
     block_size: number of neighbouring channels that are decorrelated together, reduced to a divisor of the head if
         needed; 1 keeps channels as they are.
     weighted: weight key errors by their effect on the prompt's queries instead of equally in all channels.
@@ -85,6 +87,7 @@ class WaterfillConfig(StorageConfig):
     value_fields: tuple[int, int] = (9, 4)
     rich_key_fields: tuple[int, int] = (18, 4)
     rich_value_fields: tuple[int, int] = (18, 4)
+    rank_by: Literal["attention", "error"] = "attention"
     block_size: int = 32
     weighted: bool = True
     center: bool = True
@@ -106,7 +109,8 @@ class WaterfillConfig(StorageConfig):
         follows: bool = False,
     ) -> Quantizer:  # fmt: skip
         codec = ByHead if self.by_head and any(rich) else Allocation
-        allocation = codec(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
+        by_error = self.rank_by == "error" and any(rich) and not follows
+        allocation = codec(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows, by_error)
         return Quantizer(8, "token", head_dim, codec=allocation)
 
     def _plan(self, head_dim: int, value_head_dim: int) -> LayerPlan:
