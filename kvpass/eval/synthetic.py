@@ -238,8 +238,8 @@ def run_ruler(
         for question in read.questions:
             answer, kl = reading.answer(question.tokens, read.most, tokenizer), None
             if scheme is None:
-                exact[question] = answer, reading.log_probabilities(question.tokens, answer).float()
-            if question in exact:
+                exact[question], kl = (answer, reading.log_probabilities(question.tokens, answer).float()), 0.0
+            elif question in exact:
                 of_full, expected = exact[question]
                 kl = float(
                     divergences(expected, reading.log_probabilities(question.tokens, of_full)).mean().clamp_min(0)
