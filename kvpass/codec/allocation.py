@@ -10,9 +10,9 @@ have the same number of fields of each kind, so all pages have one shape. Each h
 weights to fields, on its own. Dequantization is linear in the fields: scales, bit widths and basis are applied to a
 query once, and a cached value is read as two bits and nothing else.
 
-Tokens of a page may have *ranks*. The half with the most attention mass, the *high-precision* tokens, gets more fields
-than the other half. A page stores its tokens by rank, and a bit mask of the high-precision tokens. For keys, a sample
-of the prompt's queries selects them; values reuse the selection of their keys.
+Tokens of a page may have *ranks*. The half whose errors would cost most, the *high-precision* tokens, gets more fields
+than the other half. A page stores its tokens by rank, and a bit mask of the high-precision tokens. They are selected by
+keys and a sample of the prompt's queries (`choose`); values reuse the selection of their keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -131,12 +131,11 @@ def _quantize_rank(units: Tensor, places: Tensor, counts: tuple[int, int]) -> Ra
 def choose(x: Tensor, spec: CodecSpec, queries: Tensor, units: Tensor | None = None) -> Tensor:
     """Select the high-precision tokens of keys ``[B, H, N * P, D]``; returns a bit mask ``[B, H, N, P / 8, 1]`` uint8.
 
-    They are the tokens of each page with the largest squared attention weights under ``queries`` (softmax within the
-    page), because the squared error from a key grows with the square of its weight.
+    They are the tokens of each page with the largest squared error to expect. It grows with the square of a token's
+    weight: under ``queries`` (softmax within the page), and under later ones that may attend to any token of the page.
 
-    units: coordinates of the tokens, ``[B, H, N * P, D]``. With them, tokens are selected by the squared error to
-        expect. It is proportional to the squared size of their coordinates, because a token's steps are, and to the
-        squared weight, under later queries that may attend to any token of the page.
+    units: coordinates of the tokens, ``[B, H, N * P, D]``. Their squared size counts as well, because a token's steps
+        are proportional to its size. None if all tokens have the same steps.
     """
     mass = (x.float() @ queries.float().mT).unflatten(2, (-1, spec.page_size)).softmax(3).square().sum(-1)
     if units is not None:
@@ -190,12 +189,10 @@ class Ranked:
 
     block_size: number of neighbouring channels that are decorrelated together.
     follows: take the high-precision tokens from the layer's keys; otherwise queries select them.
-    by_error: select them by the error to expect, not by the prompt's attention alone (`choose`).
     """
 
     block_size: int
     follows: bool
-    by_error: bool = False
 
     @property
     def ranked(self) -> bool:
@@ -235,7 +232,7 @@ class Ranked:
         units = coordinates(x, basis)
         if not self.ranked:
             return units, None
-        return units, chosen[0] if self.follows else choose(x, spec, chosen[0], units if self.by_error else None)
+        return units, chosen[0] if self.follows else choose(x, spec, chosen[0], units)
 
     def by_rank(
         self, x: Tensor, basis: Tensor, spec: CodecSpec, chosen: Sequence[Tensor]
@@ -278,7 +275,6 @@ class Allocation(Ranked, Codec, name="allocated"):
     rich_pairs, rich_singles: ``pairs`` and ``singles`` for the high-precision tokens of a page. If both are 0, all
         tokens of a page have the same bit widths.
     follows: take the high-precision tokens from the layer's keys; otherwise the prompt's queries select them.
-    by_error: see `Ranked`.
     """
 
     pairs: int
@@ -288,7 +284,6 @@ class Allocation(Ranked, Codec, name="allocated"):
     rich_pairs: int = 0
     rich_singles: int = 0
     follows: bool = False
-    by_error: bool = False
 
     tensors = {"codes": Kept(_page, torch.uint8)}
     quantizes_with: ClassVar[tuple[str, ...]] = ("basis", "fields", "queries")

@@ -69,8 +69,7 @@ class Shares(LayerPages, name="shares"):
     """Per-channel bit widths, with a calibrated number of bits per head (`codec.shares`).
 
     block_size: number of neighbouring channels that are decorrelated together.
-    ranked: give more bits to the half of a page's tokens that has the most attention mass under the calibration's
-        queries.
+    ranked: give more bits to the half of a page's tokens whose errors would cost most under the calibration's queries.
     follows: take that half from the layer's keys.
     adapts: fit mean, basis and the bit widths within a head to the first packed tokens, under the calibrated metric.
         Otherwise all of them come from the calibration.

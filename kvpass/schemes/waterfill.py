@@ -4,8 +4,8 @@ fitted to the prompt.
 It combines techniques that papers use one at a time, and needs no calibration. Keys are stored before rotary embedding,
 minus their mean where channels are steady. Blocks of neighbouring channels are decorrelated (transform coding). Bit
 widths per channel follow from what an error costs the prompt's queries (reverse water-filling; SQuat redistributes
-errors instead). Tokens that those queries would attend to get one more bit (as in ZipCache and QAQ). Each token has a
-gain, and there are no group scales. docs/own-scheme.md says what each part is worth.
+errors instead). Tokens whose errors would cost most get one more bit, where ZipCache and QAQ look at attention alone.
+Each token has a gain, and there are no group scales. docs/own-scheme.md says what each part is worth.
 
 `waterfill-heads` also divides the bits of a layer among its heads: heads whose attention to packed tokens is
 concentrated on a few of them get more (`codec.by_head`).
@@ -64,10 +64,9 @@ class WaterfillConfig(StorageConfig):
     recent: number of newest tokens whose keys and values are always exact, besides those that wait until ``residual``
         of them fill a page.
     key_fields, value_fields: how many 2-bit and how many 1-bit fields every 16 channels share.
-    rich_key_fields, rich_value_fields: the same for the half of a page's tokens to which the prompt's queries would pay
-        most attention; (0, 0) treats all tokens alike.
-    rank_by: what selects this half: "attention", the prompt's alone, or "error", which also expects later queries to
-        attend to other tokens, and prefers tokens whose quantization errors are large. The latter is better at recall.
+    rich_key_fields, rich_value_fields: the same for the half of a page's tokens whose errors would cost most, by the
+        attention of the prompt's queries, that of later ones, and the size of the tokens (`codec.allocation.choose`);
+        (0, 0) treats all tokens alike.
     block_size: number of neighbouring channels that are decorrelated together, reduced to a divisor of the head if
         needed; 1 keeps channels as they are.
     weighted: weight key errors by their effect on the prompt's queries instead of equally in all channels.
@@ -87,7 +86,6 @@ class WaterfillConfig(StorageConfig):
     value_fields: tuple[int, int] = (9, 4)
     rich_key_fields: tuple[int, int] = (18, 4)
     rich_value_fields: tuple[int, int] = (18, 4)
-    rank_by: Literal["attention", "error"] = "attention"
     block_size: int = 32
     weighted: bool = True
     center: bool = True
@@ -109,8 +107,7 @@ class WaterfillConfig(StorageConfig):
         follows: bool = False,
     ) -> Quantizer:  # fmt: skip
         codec = ByHead if self.by_head and any(rich) else Allocation
-        by_error = self.rank_by == "error" and any(rich) and not follows
-        allocation = codec(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows, by_error)
+        allocation = codec(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
         return Quantizer(8, "token", head_dim, codec=allocation)
 
     def _plan(self, head_dim: int, value_head_dim: int) -> LayerPlan:
@@ -190,7 +187,7 @@ class CalibratedWaterfillConfig(StorageConfig):
         page.
     block_size: number of neighbouring channels that are decorrelated together, reduced to a divisor of the head if
         needed.
-    ranked: give more bits to the half of a page's tokens to which the calibration's queries would pay most attention.
+    ranked: give more bits to the half of a page's tokens whose errors would cost most under the calibration's queries.
     ropes: how the keys of each layer are rotated (`kvpass.codec.rope`), "" for layers without positions;
         `kvpass.calibrate` fills it in.
     """

@@ -22,7 +22,7 @@ from .build import build, text
 _BYTES, _FLOATS = "const uint8_t*", "const float*"
 _CODECS = Allocation, ByHead, Shares
 FEATURES = PLACES | {f"codec={codec.name}" for codec in _CODECS} | {
-    "codec.follows", "codec.adapts", "codec.ranked", "codec.rich_pairs", "codec.rich_singles", "codec.by_error",
+    "codec.follows", "codec.adapts", "codec.ranked", "codec.rich_pairs", "codec.rich_singles",
     "per=token", "bits=8", "center", "page_rope", "numbered",
 }  # fmt: skip
 

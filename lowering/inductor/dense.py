@@ -13,7 +13,7 @@ from .pages import WIDTHS, dequantize_all
 
 _VALUES = WIDTHS | {"per=channel", "per=token", "keep=log", "rotation", "grid"}
 _VALUES |= {"codec=allocated", "codec=by_head", "codec=shares"}
-_VALUES |= {f"codec.{name}" for name in ("rich_pairs", "rich_singles", "by_error", "follows", "ranked", "adapts")}
+_VALUES |= {f"codec.{name}" for name in ("rich_pairs", "rich_singles", "follows", "ranked", "adapts")}
 for _side, _features in zip(
     ATTENDED, ({*_VALUES, "pre_rope", "center", "page_rope", "numbered"}, _VALUES), strict=True
 ):
