@@ -38,7 +38,7 @@ append_rotary_  Store the rotary tables ``[B or 1, S, p]`` of the call after tho
 Keys with page-relative RoPE are appended, dequantized and attended to with their tables ``cos``, ``sin`` and their
 ``rope``. `append_rotary_` has to run first.
 
-Values that reuse the token selection of their keys (`codec.allocation`) are appended with ``keys``: the first page
+Values that reuse the token selection of their keys (`codec.token_ranks`) are appended with ``keys``: the first page
 tensor of the keys, or its handle, and the tensors that `Codec.from_keys` names. The keys have to be appended first.
 
 Specs with per-token bit widths (`codec.adaptive`) dequantize with ``planes``: one tensor with the bit planes of all

@@ -14,10 +14,11 @@ from kvpass import KVPassError, NonFiniteError
 from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState
 from kvpass.codec import Allocation, CodecSpec, Quantizer, Transform, dequantize_pages, parse, quantize_pages
-from kvpass.codec.allocation import slots, split_pages
+from kvpass.codec.allocation import split_pages
 from kvpass.codec.codec import marks_of
 from kvpass.codec.probes import some_queries
 from kvpass.codec.rope import parse_rope
+from kvpass.codec.token_ranks import slots
 from kvpass.codec.transform_coding import DISTORTION, STEPS, allocate, gains, second_moment, widths_of
 from kvpass.layout.pool import handle
 from kvpass.layout.retention import Retention

@@ -7,9 +7,9 @@ from test_shares import SMALL
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.codec.allocation import choose
 from kvpass.codec.bitpack import unpack
 from kvpass.codec.page_rope import PageTables, from_page_rope, mean_in_page, to_page_rope
+from kvpass.codec.token_ranks import choose
 from kvpass.prefix_store import EntropyChunkCodec, LayerShape
 from kvpass.vllm.calibrated_scheme import CalibratedScheme, heads_of_rank
 from kvpass.vllm.serving_config import Served, ServedCalibration, options_asked

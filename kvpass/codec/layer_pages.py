@@ -21,11 +21,11 @@ from torch import Tensor
 
 from ..errors import KVPassError
 from ..layout.pool import of_pages
-from .allocation import Ranked
 from .bitpack import byte_rows, pack, unpack
 from .codec import NO_KEYS, Codec, Kept
 from .spec import CodecSpec
 from .tensors import Pack
+from .token_ranks import Ranked
 from .transform_coding import FIELD_BITS, UNIT, best_gain, fields_first, gains, middle, steps_of
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec.allocation import choose
 from ..codec.bitpack import byte_rows
 from ..codec.calibrated_layer import CalibratedLayer
 from ..codec.entropy_coding import OVERHEAD, EntropyCoder, Streams, entropy, quantize
 from ..codec.page_rope import middle
 from ..codec.shares import Shares
 from ..codec.spec import CodecSpec
+from ..codec.token_ranks import choose
 from ..codec.transform_coding import inverse_of, times_blocks
 from ..lowering.cpp import dequantize_streams
 from .chunks import ANY, Chunk, LayerShape, Shapes, check_chunk_size, random_tokens

@@ -65,7 +65,7 @@ class WaterfillConfig(StorageConfig):
         of them fill a page.
     key_fields, value_fields: how many 2-bit and how many 1-bit fields every 16 channels share.
     rich_key_fields, rich_value_fields: the same for the half of a page's tokens whose errors would cost most, by the
-        attention of the prompt's queries, that of later ones, and the size of the tokens (`codec.allocation.choose`);
+        attention of the prompt's queries, that of later ones, and the size of the tokens (`codec.token_ranks.choose`);
         (0, 0) treats all tokens alike.
     block_size: number of neighbouring channels that are decorrelated together, reduced to a divisor of the head if
         needed; 1 keeps channels as they are.

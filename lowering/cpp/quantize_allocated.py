@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.affine import check_finite
-from kvpass.codec.allocation import Ranked
 from kvpass.codec.spec import CodecSpec
+from kvpass.codec.token_ranks import Ranked
 from kvpass.codec.transform_coding import DISTORTION, GAINS_TRIED, LEAST_GAIN, OCTAVE, STEPS, UNIT
 
 from ..append import append, append_layers

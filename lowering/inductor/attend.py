@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.affine import params_dtype
-from kvpass.codec.allocation import Allocation, Ranked
+from kvpass.codec.allocation import Allocation
 from kvpass.codec.hadamard import basis
 from kvpass.codec.layer_pages import LayerPages
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.tensors import Pack, page_shapes
+from kvpass.codec.token_ranks import Ranked
 from kvpass.layout.pool import capacity, handle
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout, ring_tokens

@@ -9,12 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.codec.allocation import Allocation, Ranked
+from kvpass.codec.allocation import Allocation
 from kvpass.codec.bitpack import byte_rows
 from kvpass.codec.layer_pages import LayerPages
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.tensors import Pack
+from kvpass.codec.token_ranks import Ranked
 from kvpass.codec.transform_coding import FIELD_BITS, steps_of, weights
 from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device

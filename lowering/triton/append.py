@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.codec.allocation import Allocation, Ranked
+from kvpass.codec.allocation import Allocation
 from kvpass.codec.layer_pages import LayerPages
 from kvpass.codec.spec import CodecSpec, parse
+from kvpass.codec.token_ranks import Ranked
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import on_device
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpass.codec.allocation import Ranked
 from kvpass.codec.bitpack import num_planes
 from kvpass.codec.boost import Boosted, boosted
 from kvpass.codec.codebook import grid
@@ -16,6 +15,7 @@ from kvpass.codec.rope import parse_rope
 from kvpass.codec.second_level import SecondLevel
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.tensors import Pack
+from kvpass.codec.token_ranks import Ranked
 from kvpass.errors import KVPassError
 from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device

@@ -169,7 +169,7 @@ def tile_places(RANK: tl.constexpr, PAGES: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def slots_of(rich, token, TOKENS: tl.constexpr, DIM: tl.constexpr):
-    """`kvpass.codec.allocation.slots`: the slot of each ``token``, along ``DIM``, of pages whose ranks have ``TOKENS``
+    """`kvpass.codec.token_ranks.slots`: the slot of each ``token``, along ``DIM``, of pages whose ranks have ``TOKENS``
     tokens. rich: 1 for high-precision tokens, else 0."""
     before = tl.cumsum(rich, DIM) - rich
     return tl.where(rich != 0, before, token - before + TOKENS)
