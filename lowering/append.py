@@ -34,6 +34,9 @@ APPENDED |= {f"evict={rule}" for rule in ("observed", "age", "log")}
 MERGED = PLACES | {f"bits={bits}" for bits in (*FIELDS, *RAW)} | {"per=channel", "per=token", "fit=lsq", "eta"}
 MERGED |= {"rotation", "grid"}
 """Features of the specs that `append_layers` may be called with, besides per-channel bit widths."""
+PER_CHANNEL_BITS = frozenset(f"codec={codec}" for codec in ("allocated", "by_head", "shares"))
+PER_CHANNEL_BITS |= {f"codec.{field}" for field in ("rich_pairs", "rich_singles", "follows", "ranked", "adapts")}
+"""Features of codecs with per-channel bit widths."""
 CHUNK = 4096  # tokens predicted, or gathered from layers, at a time: bounds temporary memory
 
 

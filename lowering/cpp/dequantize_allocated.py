@@ -12,7 +12,7 @@ from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec, parse
 
 from .. import reference
-from ..append import PLACES
+from ..append import PER_CHANNEL_BITS, PLACES
 from ..call_types import DequantizeCall
 from ..inductor.pages import CPU_KERNELS, dequantize_all
 from ..table import DispatchKey, implements
@@ -21,10 +21,7 @@ from .build import build, text
 
 _BYTES, _FLOATS = "const uint8_t*", "const float*"
 _CODECS = Allocation, ByHead, Shares
-FEATURES = PLACES | {f"codec={codec.name}" for codec in _CODECS} | {
-    "codec.follows", "codec.adapts", "codec.ranked", "codec.rich_pairs", "codec.rich_singles",
-    "per=token", "bits=8", "center", "page_rope", "numbered",
-}  # fmt: skip
+FEATURES = PLACES | PER_CHANNEL_BITS | {"per=token", "bits=8", "center", "page_rope", "numbered"}
 
 
 @cache

@@ -6,14 +6,13 @@ from torch import Tensor
 from kvpass.codec.tensors import Pack
 
 from .. import reference
+from ..append import PER_CHANNEL_BITS
 from ..call_types import AttendCall
 from ..table import LATENT, LSE, UNEQUAL, DispatchKey, implements, refuses_extras
 from .page_view import ATTENDED
 from .pages import WIDTHS, dequantize_all
 
-_VALUES = WIDTHS | {"per=channel", "per=token", "keep=log", "rotation", "grid"}
-_VALUES |= {"codec=allocated", "codec=by_head", "codec=shares"}
-_VALUES |= {f"codec.{name}" for name in ("rich_pairs", "rich_singles", "follows", "ranked", "adapts")}
+_VALUES = WIDTHS | PER_CHANNEL_BITS | {"per=channel", "per=token", "keep=log", "rotation", "grid"}
 for _side, _features in zip(
     ATTENDED, ({*_VALUES, "pre_rope", "center", "page_rope", "numbered"}, _VALUES), strict=True
 ):

@@ -30,8 +30,6 @@ from .read_shares import LINES, share_rows
 from .scores import LOG2E
 from .unpacking import Layout
 
-FEATURES = {"codec=allocated", "codec=by_head", "codec=shares"}
-FEATURES |= {f"codec.{x}" for x in ("rich_pairs", "rich_singles", "follows", "ranked", "adapts")}
 _NUMBERS = {tl.bfloat16: Number(tl.bfloat16, 7, 0x43), tl.float16: Number(tl.float16, 10, 0x64)}
 _ROWS = 16  # fields per program of `field_rows`
 _LINES = 64  # pages times rows per tile of `page_queries`

@@ -15,15 +15,14 @@ from kvpass.layout.retention import Retention
 from kvpass.layout.window import on_device
 
 from .. import reference
-from ..append import APPENDED, append, append_layers, write_each
+from ..append import APPENDED, PER_CHANNEL_BITS, append, append_layers, write_each
 from ..call_types import AppendCall, AppendLayersCall
 from ..table import DispatchKey, implements
-from .allocated import FEATURES
 from .configs import INTERPRETED, cdiv, power_of_two, refuses_device
 from .quantize import QUANTIZED, quantize, refuses
 from .quantize_shares import quantize as quantize_layer_pages
 
-_FITTED = FEATURES | {"page_rope", "numbered"}
+_FITTED = PER_CHANNEL_BITS | {"page_rope", "numbered"}
 """Features of specs with per-channel bit widths: a kernel stores their tokens. Their pages are quantized by another, if
 they hold all heads of a layer, and by PyTorch otherwise."""
 _TOKENS = 16  # per program

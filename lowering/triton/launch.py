@@ -20,11 +20,12 @@ from kvpass.errors import KVPassError
 from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device
 
+from ..append import PER_CHANNEL_BITS
 from ..call_types import AttendCall, parse_statistic
 from ..fit_sequence import not_padding
 from ..reference import with_past, with_starts
 from ..table import FEW, LATENT, UNEQUAL, DispatchKey, implements, refuses_extras
-from .allocated import FEATURES, attend_allocated, refuses_fields
+from .allocated import attend_allocated, refuses_fields
 from .attend import attend_split, merge_splits
 from .attention_mass import sum_attention
 from .configs import (
@@ -41,7 +42,7 @@ from .kernel_arguments import MERGED_AT_ONCE, check_values, mask_and_strides, ru
 from .tuned import Case, configured
 from .unpacking import Layout
 
-_VALUES = WIDTHS | FEATURES | {"per=channel", "per=token", "rotation", "grid", "codec=second-level"}
+_VALUES = WIDTHS | PER_CHANNEL_BITS | {"per=channel", "per=token", "rotation", "grid", "codec=second-level"}
 _ATTENDED = _VALUES | {"pre_rope", "center", "page_rope", "numbered", "codec=boosted"}, _VALUES
 _PRODUCT = 16  # minimum rows and columns of a product
 
