@@ -112,5 +112,5 @@ def test_the_store_keeps_calibrated_chunks(serve, tiny, calibrated, prompts, tmp
     expected = after_a_hit(LlamaForCausalLM.from_pretrained(tiny, dtype=torch.float32), calibrated, prompts[0], 640)
     found = second["requests"]["0"]
     assert found["tokens"][0] == int(expected.argmax()) and abs(found["logprobs"][0] - float(expected.max())) < 1e-2
-    assert abs(found["logprobs"][0] - first["requests"]["0"]["logprobs"][0]) > 1e-4
+    assert alike(found, first["requests"]["0"]).max() > 1e-3
     assert alike(found, third["requests"]["0"]).max() < 1e-5
