@@ -48,6 +48,7 @@ states, and the places of this state's planes. Their ``append_`` writes the toke
 Predictors (`codec.predictor`) take a list of weights, ``predictor``, and dequantized tokens ``[B, H_kv, n, D]``:
 ``previous_layer`` and, for values, ``same_layer_keys``. ``append_`` gets only the tokens that leave the window: on
 entry ``edge`` holds the dequantized tokens of the layer below, on return the dequantized tokens of this layer.
+Tokens of several layers are side by side as heads (`codec.predictor.with_below`).
 
 ``lowering`` names the implementation; "auto" selects one (`kvpass.lowering.table`). The implementation receives all
 arguments as one object (`kvpass.lowering.call_types`).

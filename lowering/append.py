@@ -12,7 +12,7 @@ from kvpass.codec.affine import check_finite
 from kvpass.codec.bitpack import FIELDS
 from kvpass.codec.page_rope import PageTables, mean_of_tokens, to_page_rope
 from kvpass.codec.pages import dequantize_pages, replace_tokens, share_codes
-from kvpass.codec.predictor import PREDICTORS, predict
+from kvpass.codec.predictor import PREDICTORS, predict, with_below
 from kvpass.codec.quantizer import RAW
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.tensors import Pack, of_pages, of_state
@@ -107,7 +107,9 @@ class _Pages:
             pool.copy_(pages)
         if self.keep:
             values = dequantize_pages(*new, spec)
-            references[0].copy_(values if less is None else values + less)
+            values = values if less is None else values + less
+            below = references[0] if spec.transform.predictor else None
+            references[0].copy_(with_below(values, below, references[0].shape[1] // values.shape[1]))
 
 
 def write_each(
@@ -139,7 +141,8 @@ def append(quantize: Callable, call: AppendCall, write: Callable = write_each) -
     stop = n + x.shape[2]
     gone = retention.evicted(stop)
     if gone or retention.pages(stop) > retention.pages(n):
-        references = [reference for reference in (call.edge, call.same_layer_keys) if reference is not None]
+        keys = None if call.same_layer_keys is None else call.same_layer_keys[:, : x.shape[1]]
+        references = [reference for reference in (call.edge, keys) if reference is not None]
         pools = tuple(whole(pool, retention.pages(retention.stored(stop))) for pool in pack.pools)
         center, keep = pack.fitted.get("center"), call.edge is not None
         _pack(_Pages(pools, spec, pack.page_tables, center, call.predictor, references, keep), quantize, call, gone)

@@ -98,9 +98,9 @@ class AppendCall(NamedTuple):
     x: ``[B, H_kv, S, D]``, stored as tokens ``[n, n + S)``.
     q: ``[B, H_q, S, D]``, the queries of the call, for codecs that are fitted to the prompt's queries.
     mask: the attention mask of the call, ``[B or 1, H_q or 1, S, n + S]``, which shows which tokens are padding.
-    edge: ``[B, H_kv, T, D]`` float32, for predictors. Input: the tokens that are packed in this call, in page order, as
-        dequantized in the layer below. Output: the same tokens as dequantized in this layer.
-    same_layer_keys: for predictors of values: the same tokens as dequantized in this layer's keys.
+    edge: ``[B, H, T, D]``, for predictors: the tokens that are packed in this call, in page order, as dequantized in
+        several layers (`codec.predictor.with_below`). Input: those below this one. Output: this one and those below.
+    same_layer_keys: for predictors of values: the ``edge`` that this layer's keys have left.
     predictor: the tensors of the stored predictor.
     importance: for eviction by attention: ``[B, H_kv or 1, >= n + S]`` float32, which is updated in place. None if
         ``slots`` already holds the decision.

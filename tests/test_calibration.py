@@ -105,13 +105,25 @@ def test_a_bias_alone_is_the_mean_of_the_tokens_that_are_packed(tmp_path):
 
 
 def test_a_network_normalizes_all_inputs_together_and_takes_all():
-    with pytest.raises(KVPassError, match="use values_from='both'"):
-        kvpass.schemes.get("aqua", predictor="mlp", values_from="keys")
+    for fields in (dict(values_from="keys"), dict(layers_below=(1, 2))):
+        with pytest.raises(KVPassError, match="use values_from='both' and layers_below"):
+            kvpass.schemes.get("aqua", predictor="mlp", **fields)
+
+
+def test_predictors_read_the_layers_below_that_are_asked_for():
+    width = 2 * 32
+    fields = dict(predictor="linear", layers_below=(2,), first_layer="higgs-4")
+    calibration = kvpass.calibrate(llama(layers=4), data(2), {**SMALL, **fields}, progress=False)
+    for layer, below in ((1, 0), (2, 1), (3, 1)):  # the lowest layer stands for those that are missing
+        for role, weights in enumerate(calibration.predictors[layer]):
+            read = matrix(weights[:1]).unflatten(1, (2 + role, width)).abs().sum((0, 2)) > 0
+            assert read.tolist() == [i == below for i in range(2)] + [True] * role
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("below", [(1,), (1, 2), (2,)])
 @torch.no_grad()
-def test_layers_dequantize_to_what_calibration_saw(calibrated, tmp_path, monkeypatch):
+def test_layers_dequantize_to_what_calibration_saw(calibrated, below, monkeypatch):
     """The chain of layers on which predictors were fitted equals the one that a cache dequantizes, up to 16-bit
     rounding in files."""
     model, calibration = calibrated
@@ -124,7 +136,7 @@ def test_layers_dequantize_to_what_calibration_saw(calibrated, tmp_path, monkeyp
         return out
 
     monkeypatch.setattr(fitting._Chain, "_dequantize", spy)
-    config = kvpass.schemes.get(calibration.scheme, predictor="linear")
+    config = kvpass.schemes.get(calibration.scheme, predictor="linear", layers_below=below)
     again = kvpass.calibrate(model, data(), config, progress=False)
     with packed(model, again):
         cache = DynamicCache(config=model.config)

@@ -32,10 +32,10 @@ def packed_matrix(seed: int, outputs: int, inputs: int) -> list[torch.Tensor]:
     return [part[0, 0, 0] for part in parts]
 
 
-def weights_of(predictor: str, role: int, seed: int) -> list[torch.Tensor]:
-    """Random weights for the keys (role 0) or values of a layer."""
+def weights_of(predictor: str, role: int, seed: int, layers: int = 1) -> list[torch.Tensor]:
+    """Random weights for the keys (role 0) or values of a layer, to predict from ``layers`` below."""
     kind, bits = parse_predictor(predictor)
-    inputs, hidden = WIDTH * (1 + role), {"bias": 0, "linear": WIDTH, "low-rank": 8, "mlp": 2 * WIDTH}[kind]
+    inputs, hidden = WIDTH * (layers + role), {"bias": 0, "linear": WIDTH, "low-rank": 8, "mlp": 2 * WIDTH}[kind]
     shapes = [(hidden, inputs)] if kind == "linear" else [(hidden, inputs), (WIDTH, hidden)]
     out = []
     for i, shape in enumerate(shapes[: MATRICES[kind]]):
@@ -175,11 +175,12 @@ def aqua(**fields):
     return schemes.get("aqua", **{"rope": "post", "residual": 32, **fields})
 
 
-def plans(backbone: str, predictor: str):
+def plans(backbone: str, predictor: str, layers: int = 1):
     """Three layers of AQUA-KV with small pages, and the same backbone without predictors."""
     small = {} if backbone == "higgs" else dict(group_size=16)
     coding = schemes.get(backbone, **small)
-    config = aqua(backbone=coding, first_layer=coding, predictor=predictor, sinks=2)
+    below = tuple(range(1, layers + 1))
+    config = aqua(backbone=coding, first_layer=coding, predictor=predictor, sinks=2, layers_below=below)
     layers = [dataclasses.replace(GEOMETRY, index=i, previous_layer=i - 1 if i else None) for i in range(3)]
     return [config.plan(layer) for layer in layers]
 
@@ -192,19 +193,20 @@ def build(plans, weights, dtype=torch.float32):
         for role, state in enumerate(pair):
             if plan.looks_at_previous:
                 state.previous_layer, state.predictor = out[i - 1][role], weights[i][role]
+                state.layers_below = plan.layers_below
         if plan.looks_at_previous:
             pair[1].same_layer_keys = pair[0]
         out.append(pair)
     return out
 
 
-def feed(states, tokens, chunks):
+def feed(states, tokens, chunks, layers=1):
     """Append ``tokens[layer][role]`` in chunks, layer by layer. Returns the reconstructions that each layer handed on,
-    concatenated over chunks."""
+    concatenated over chunks. ``layers``: how many layers below are predicted from."""
     n, left, spec = 0, [[[], []] for _ in states], states[0][0].spec
     for chunk in chunks:
         leaving = spec.retention.packed(n + chunk) - spec.retention.packed(n)
-        edges = [torch.full((2, HEADS, max(32, leaving), DIM), torch.nan) for _ in range(2)]
+        edges = [torch.full((2, layers * HEADS, max(32, leaving), DIM), torch.nan) for _ in range(2)]
         for i, pair in enumerate(states):
             for role, state in enumerate(pair):
                 state.reserve(n + chunk)
@@ -212,27 +214,27 @@ def feed(states, tokens, chunks):
                     state.pack, state.length_tensor(n), tokens[i][role][:, :, n : n + chunk], None, None, state.text,
                     "reference", edges[role], edges[0] if role else None, list(state.predictor),
                 )  # fmt: skip
-                left[i][role].append(edges[role][:, :, :leaving].clone())
+                left[i][role].append(edges[role][:, :HEADS, :leaving].clone())
         n += chunk
     return [[torch.cat(parts, 2) for parts in pair] for pair in left]
 
 
-def example(seed, predictor, backbone="higgs", length=150):
-    drawn = plans(backbone, predictor)
-    weights = [[weights_of(predictor, role, seed + 20 * i + 3 * role) for role in range(2)] for i in range(3)]
+def example(seed, predictor, backbone="higgs", length=150, layers=1):
+    drawn = plans(backbone, predictor, layers)
+    weights = [[weights_of(predictor, role, seed + 20 * i + 3 * role, layers) for role in range(2)] for i in range(3)]
     tokens = [[randn(seed + 7 * i + role, 2, HEADS, length, DIM) for role in range(2)] for i in range(3)]
     return drawn, weights, tokens
 
 
-@given(predictors, st.sampled_from(BACKBONES), chunkings(), seeds)
-def test_dequantizing_layer_by_layer_equals_the_values_seen_while_quantizing(predictor, backbone, chunks, seed):
+@given(predictors, st.sampled_from(BACKBONES), st.sampled_from((1, 2)), chunkings(), seeds)
+def test_dequantizing_layer_by_layer_equals_the_values_seen_while_quantizing(predictor, backbone, layers, chunks, seed):
     """Bit for bit, and for any chunking: quantized values, scales and dequantized tokens."""
-    length = sum(chunks)
-    drawn, weights, tokens = example(seed, predictor, backbone, length)
+    length, layers = sum(chunks), 1 if predictor == "mlp" else layers
+    drawn, weights, tokens = example(seed, predictor, backbone, length, layers)
     if backbone in ("higgs", "quarot-2"):  # their mean is that of the tokens packed first
         drawn[0] = dataclasses.replace(drawn[0], key=recoded(drawn[0].key, center=False))
     at_once, in_chunks = build(drawn, weights), build(drawn, weights)
-    edges, again = feed(at_once, tokens, [length]), feed(in_chunks, tokens, chunks)
+    edges, again = feed(at_once, tokens, [length], layers), feed(in_chunks, tokens, chunks, layers)
     packed = drawn[0].key.retention.packed(length)
     for i in range(3):
         for role in range(2):
@@ -307,6 +309,23 @@ def test_log_sparse_tokens_are_predicted_from_the_same_tokens_below():
     assert first > 0 and second < 3 * first  # predicted from other tokens it would be far off
     shuffled = predict("linear", same[1][0], [tokens[0][0].roll(1, 2)], 400)
     assert second < 0.2 * (shuffled - tokens[1][0]).square().mean()
+
+
+def test_a_layer_that_repeats_the_one_two_below_is_predicted_from_that():
+    drawn, _, tokens = example(7, "linear", "kivi", layers=2)
+    bias = torch.zeros(WIDTH).half()
+    of_keys = torch.cat([torch.zeros(WIDTH, WIDTH), torch.eye(WIDTH)], 1).half()
+    of_values = torch.cat([of_keys, torch.zeros(WIDTH, WIDTH).half()], 1)
+    states = build(drawn, [[[torch.zeros_like(of_keys), bias], [torch.zeros_like(of_values), bias]]] * 2 + [
+        [[of_keys, bias], [of_values, bias]]
+    ])  # fmt: skip
+    tokens[2] = tokens[0]
+    feed(states, tokens, [150], layers=2)
+    for role in range(2):
+        errors = [
+            (state[role].dequantize(150) - x[role]).square().sum() for state, x in zip(states, tokens, strict=True)
+        ]
+        assert 0 < errors[2] < 0.4 * errors[0] and 0 < errors[2] < 0.4 * errors[1]
 
 
 @pytest.mark.parametrize("sinks", [0, 4])

@@ -244,6 +244,8 @@ _INPUTS = Table(
         Row("without K predictor", _aqua(predicted="values"), 7.50),
         Row("without K to V", _aqua(values_from="values"), 7.04),
         Row("without V to V", _aqua(values_from="keys"), 7.04),
+        Row("from the two layers below", _aqua(layers_below=(1, 2)), 7.02),
+        Row("from the layer two below alone", _aqua(layers_below=(2,)), 7.04),
         Row("fitted to original keys and values", _aqua(fit_on="original"), 7.13),
     ],
     lower=True,

@@ -30,10 +30,10 @@ class ForwardContext:
         the tokens do not fit the cache.
     starts: ``[B]`` int64, the number of left-padding tokens of each row; None unless padding is all that the mask
         expresses.
-    edges: scratch space for one layer's reconstruction of the keys and values that leave the window.
+    edges: scratch space for the keys and values that leave the window, as dequantized in one layer and those below it.
     slots: number of deciding heads -> ``[B, heads, budget]`` int64, which passes an eviction decision on to other
         layers.
-    past: the dequantized past of one layer, kept until the layer above has used it.
+    past: the dequantized past of one layer and those below it, kept until the layer above has used it.
     query_capture: the `QueryCapture` that delivers queries when there is no graph; otherwise None.
     reads: the reads of layers that attention runs without a graph; None if a graph runs.
     hooked: whether hooks inside the model prevent this step from being compiled.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from ..codec.predictor import with_below
 from ..errors import KVPassError, NotCapturedError
 from ..layout.window import SEEN_OFFSET, length_of
 from ..schemes import LayerGeometry, LayerPlan
@@ -146,7 +147,10 @@ class PackedLayer(LayerStorage, CacheLayerMixin):
         k_below, v_below = context.past if self.plan.looks_at_previous else (None, None)
         keys = self._dequantize(self.key_state, k_below)
         values = self._dequantize(self.value_state, v_below, keys)
-        context.past = (keys, values) if self.predicts_next else None
+        context.past = None
+        if self.predicts_next:
+            layers = self.plan.layers_below
+            context.past = with_below(keys, k_below, layers), with_below(values, v_below, layers)
         if self.plan.key.transform.pre_rope:
             rotary = self.rotary_owner.rotary
             keys = torch.ops.kvpass.rotate(keys, rotary.cos, rotary.sin, "")

@@ -190,6 +190,7 @@ class LayerStorage:
             for mine, previous, predictor in zip(both, self.previous_layer.states(), self.predictors, strict=True):
                 if mine.spec.transform.predictor:
                     mine.previous_layer, mine.predictor = previous, predictor
+                    mine.layers_below = self.plan.layers_below
         vars(self).update(new)  # all or nothing
 
     def forget(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..codec.predictor import with_below
 from ..codec.rope import rope_of
 from ..codec.spec import CodecSpec
 from ..codec.tensors import calibrated_shapes, fitted_shapes, of_model, of_pages, of_sequence, of_state, page_shapes
@@ -119,7 +120,8 @@ class KVState(Storage):
         they are interleaved. The tables are in ``rotary``, which states share.
     shared: the model's calibrated tensors (`Codec.model`), ``[1, H_kv, ...]`` each, shared by all its caches.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`). They belong to the model.
-    previous_layer: the state of the layer below, for tokens that are predicted from it.
+    previous_layer, layers_below: the state of the layer below, for tokens that are predicted from it, and the number of
+        layers down to the lowest one they are predicted from.
     same_layer_keys: the key state of this layer, for values that are predicted from the keys, or that get more bits
         where the keys do.
     """
@@ -144,6 +146,7 @@ class KVState(Storage):
         self._codes: Tensor | None = None
         self.predictor: Sequence[Tensor] = ()
         self.previous_layer: KVState | None = None
+        self.layers_below = 1
         self.same_layer_keys: KVState | None = None
         self.rotary: RotaryState | None = None
         self.writes = Writes()
@@ -311,12 +314,19 @@ class KVState(Storage):
     def dequantize(self, n: int, lowering: str = "auto") -> Tensor:
         """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype. This dequantizes the states they are
         predicted from, too."""
-        sources = (self.previous_layer, self.same_layer_keys) if self.spec.transform.predictor else (None, None)
-        previous, keys = (state and state.dequantize(n, lowering) for state in sources)
-        return torch.ops.kvpass.dequantize(
-            self.pack, self.length_tensor(n), self.text, lowering, previous, keys, list(self.predictor),
+        return self._dequantize_with_below(n, lowering, 1)
+
+    def _dequantize_with_below(self, n: int, lowering: str, layers: int) -> Tensor:
+        """The ``n`` stored tokens of this layer and those below (`codec.predictor.with_below`), as `dequantize`."""
+        below = keys = None
+        if self.spec.transform.predictor and self.previous_layer is not None:
+            below = self.previous_layer._dequantize_with_below(n, lowering, self.layers_below)
+            keys = None if self.same_layer_keys is None else self.same_layer_keys.dequantize(n, lowering)
+        tokens: Tensor = torch.ops.kvpass.dequantize(
+            self.pack, self.length_tensor(n), self.text, lowering, below, keys, list(self.predictor),
             list(self.pooled_planes), **self.tables(),
         )  # fmt: skip
+        return with_below(tokens, below, layers)
 
     def tables(self, rope: str | None = None) -> dict[str, Any]:
         """Further arguments of the ops, for keys with page-relative RoPE. ``rope``: how the new tokens are rotated; by

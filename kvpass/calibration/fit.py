@@ -23,7 +23,7 @@ from ..accelerate_hooks import device_of, refuse_hooked
 from ..codec import CodecSpec, dequantize_pages, quantize_pages
 from ..codec.affine import params_dtype
 from ..codec.center import fit_center
-from ..codec.predictor import predict
+from ..codec.predictor import predict, with_below
 from ..errors import KVPassError
 from ..fields import check_integer
 from ..layout.window import layout
@@ -234,10 +234,10 @@ def _choose_first_layer(
 
 @dataclass(frozen=True)
 class _Part:
-    """The keys (role 0) or values (role 1) of one layer, and the layer below."""
+    """The keys (role 0) or values (role 1) of one layer. ``below``: the layers below, nearest first."""
 
     layer: int
-    previous_layer: int | None
+    below: tuple[int, ...]
     role: int
     spec: CodecSpec
 
@@ -268,14 +268,14 @@ class _Chain:
 
     def run(self, layer_done: Callable[[], object] = lambda: None) -> None:
         """Fit every layer. A layer whose predictors are in ``folder`` is only dequantized again."""
-        previous_layer = None
+        below: tuple[int, ...] = ()
         for index, (plan, geometry) in self.plans.items():
             saved = self.folder / f"layer-{index}.safetensors"
             known = _unflatten(load_file(saved)) if saved.exists() else None
             tensors: list[list[Tensor]] = []
             shares: list[tuple[float, float]] = []  # share explained, error
             for role, spec in enumerate((plan.key, plan.value)):
-                part = _Part(index, previous_layer, role, spec)
+                part = _Part(index, below, role, spec)
                 moments = Moments.of(partial(self._pairs, part))
                 tensors.append(known[role] if known else self._fit(part, moments, params_dtype(geometry.dtype)))
                 shares.append(self._dequantize(part, tensors[role], moments.y / moments.count))
@@ -284,7 +284,7 @@ class _Chain:
                 self.predictors[index], self.explained[index] = (tensors[0], tensors[1]), (key[0], value[0])
                 save_file(_flatten(tensors), saved)
             self.errors[index] = key[1], value[1]
-            previous_layer = index
+            below = (index, *below)[: plan.layers_below]
             layer_done()
 
     def _tokens(self, sequence: int, layer: int, role: int, spec: CodecSpec) -> Tensor:
@@ -293,15 +293,22 @@ class _Chain:
         return x.index_select(2, layout(spec.retention).page_tokens(0, spec.retention.pages(x.shape[2])))
 
     def _references(self, sequence: int, part: _Part, original: bool = False) -> list[Tensor]:
-        """The inputs that a part is predicted from: the same role of the layer below, and for values also the layer's
+        """The inputs that a part is predicted from: the same role of the layers below, and for values also the layer's
         own keys."""
         read = partial(self._tokens, spec=part.spec) if original else self._load
         own = [read(sequence, part.layer, 0)] if part.role else []
-        return [read(sequence, part.previous_layer, part.role), *own]
+        below, layers = None, self.plans[part.layer][0].layers_below
+        for layer in reversed(part.below):
+            below = with_below(read(sequence, layer, part.role), below, layers)
+        return [below, *own]
 
     def _inputs(self, sequence: int, part: _Part) -> list[Tensor]:
         """The inputs that a part is fitted to. Those that the scheme leaves out are zeros, and so are their weights."""
         references = self._references(sequence, part, self.config.fit_on == "original")
+        read = {min(distance, len(part.below)) for distance in self.config.layers_below}
+        for distance, tokens in enumerate(references[0].chunk(self.plans[part.layer][0].layers_below, 1), start=1):
+            if distance not in read:
+                tokens.zero_()
         if part.role and self.config.values_from != "both":
             unused = ("keys", "values").index(self.config.values_from)
             references[unused] = torch.zeros_like(references[unused])
@@ -339,8 +346,8 @@ class _Chain:
                 prediction = predict(transform.predictor, tensors, self._references(sequence, part), spec.page_size)
             decoded = prediction + dequantize_pages(*quantize_pages(x - prediction, spec), spec)
             save_file({"x": decoded.contiguous()}, self._file(sequence, part.layer, part.role))
-            if part.previous_layer is not None:
-                self._file(sequence, part.previous_layer, part.role).unlink(missing_ok=True)
+            if len(part.below) == self.plans[part.layer][0].layers_below:
+                self._file(sequence, part.below[-1], part.role).unlink(missing_ok=True)
             if sequence in self.held_out:
                 residual += (x - prediction).double().square().sum().item()
                 error += (x - decoded).double().square().sum().item()

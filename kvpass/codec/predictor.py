@@ -1,7 +1,7 @@
-"""Predicts a layer's tokens from the dequantized tokens of the layer below (AQUA-KV, arXiv 2501.19392).
+"""Predicts a layer's tokens from the dequantized tokens of layers below (AQUA-KV, arXiv 2501.19392).
 
-Predictions are subtracted before quantization and added after dequantization, so only the part that the layer below
-does not predict is quantized. All KV heads of a layer are predicted together, from ``[T, H * D]``.
+Predictions are subtracted before quantization and added after dequantization, so only the part that the layers below
+do not predict is quantized. All KV heads of a layer are predicted together, from ``[T, H * D]``.
 """
 
 import math
@@ -85,6 +85,20 @@ def run(kind: str, x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tenso
     return F.linear(hidden, matrices[1], biases[1])
 
 
+def with_below(x: Tensor, below: Tensor | None, layers: int) -> Tensor:
+    """A layer's tokens ``x`` ``[B, H, T, D]`` and those of the layers ``below`` it, nearest first and side by side as
+    heads: ``[B, layers * H, T, D]``. Where there is no layer below, they are zeros.
+
+    below: the result for the layer below; None for the first layer.
+    """
+    if layers == 1:
+        return x
+    heads = x.shape[1]
+    if below is None:
+        return F.pad(x, (0, 0, 0, 0, 0, (layers - 1) * heads))
+    return torch.cat((x, below[:, :-heads]), 1)
+
+
 def page_rows(references: Sequence[Tensor], page_size: int) -> Tensor:
     """Concatenate references ``[B, H, T, D]`` along channels, by page: ``[B * T / P, P, in]`` float32."""
     rows = torch.cat([reference.transpose(1, 2).flatten(2) for reference in references], -1).float()
@@ -96,11 +110,12 @@ def predict(predictor: str, tensors: Sequence[Tensor], references: Sequence[Tens
     """Predict whole pages: ``[B, H, T, D]`` float32.
 
     tensors: the stored predictor, as `weights` takes it.
-    references: the dequantized tokens ``[B, H, T, D]`` to predict from, the layer below first.
+    references: the dequantized tokens to predict from: those of the layers below, as `with_below` makes them, and for
+        values those of this layer's keys.
 
     Each page is a matrix product of the same shape. So the prediction for a page is the same in quantization and in
     every dequantization.
     """
     out = run(parse_predictor(predictor)[0], page_rows(references, page_size), *weights(predictor, tensors))
-    batch, heads = references[0].shape[:2]
-    return out.view(batch, -1, heads, out.shape[-1] // heads).transpose(1, 2)
+    batch, _, _, head_dim = references[0].shape
+    return out.view(batch, -1, out.shape[-1] // head_dim, head_dim).transpose(1, 2)

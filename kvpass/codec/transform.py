@@ -17,8 +17,8 @@ class Transform:
         per page. With ``center``, the mean is that of the keys before rotary embedding.
     numbered: text of the rotation (`codec.rope`) if page-relative RoPE is computed from the number of the middle token
         and calibrated angles. "" if it uses the model's own rotary tables, which have to be captured.
-    predictor: subtract a prediction from the dequantized tokens of the layer below (`codec.predictor`): "bias",
-        "linear", "low-rank", "mlp", "linear-4" or "low-rank-4" ("-4": 4-bit weights). "" means none.
+    predictor: subtract a prediction from the dequantized tokens of layers below (`codec.predictor`): "bias", "linear",
+        "low-rank", "mlp", "linear-4" or "low-rank-4" ("-4": 4-bit weights). "" means none.
     rotation: seed of a random-sign Hadamard rotation of the channels (`codec.hadamard`), applied last. None means none.
     """
 

@@ -120,7 +120,8 @@ def length_tensor_of(length: Tensor, n: int) -> Tensor:
 
 
 def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) -> tuple[Tensor, Tensor] | None:
-    """Scratch space for one layer's reconstruction of the keys and values that leave the window in this forward."""
+    """Scratch space for the keys and values that leave the window in this forward, as dequantized in one layer and in
+    those below it (`codec.predictor.with_below`)."""
     plan, geometry = layers[-1].plan, layers[-1].geometry
     if not any(layer.plan.looks_at_previous for layer in layers):
         return None
@@ -128,7 +129,7 @@ def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) 
     tokens = max(retention.page_size, retention.packed(total) - retention.packed(stored))
     if gone := retention.evicted(total):
         tokens = retention.packed(total) - gone  # an eviction may reassign every packed token
-    shape = (batch, geometry.num_key_value_heads, tokens, geometry.head_dim)
+    shape = (batch, plan.layers_below * geometry.num_key_value_heads, tokens, geometry.head_dim)
     keys, values = (torch.empty(shape, dtype=geometry.dtype, device=geometry.device) for _ in range(2))
     if new_tokens > 1 or plan.evicts:
         for edge in (keys, values):

@@ -61,8 +61,11 @@ class AquaKVConfig(StorageConfig):
         is a mean of the model alone.
     rank: rank of "low-rank"; None is half the width of a layer's keys.
     predicted: which of keys and values are predicted; the others go to the backbone directly.
-    values_from: what values are predicted from: this layer's "keys", the "values" of the layer below, or "both". The
+    values_from: what values are predicted from: this layer's "keys", the "values" of layers below, or "both". The
         weights of the other input are stored as zeros. "mlp" takes both.
+    layers_below: which layers below are predicted from, counted from the layer down: (1,) is the one below, (1, 2) the
+        two below. A layer with fewer below it takes the lowest instead. Weights of layers in between are stored as
+        zeros. "mlp" takes (1,) only.
     fit_on: fit predictors to the dequantized keys and values of the layer below ("reconstructed", as in the paper), or
         to the "original" ones, which suits any backbone.
     ridge: added to the diagonal of the normal equations, relative to its mean.
@@ -80,6 +83,7 @@ class AquaKVConfig(StorageConfig):
     rank: int | None = None
     predicted: Literal["both", "keys", "values"] = "both"
     values_from: Literal["both", "keys", "values"] = "both"
+    layers_below: tuple[int, ...] = (1,)
     fit_on: Literal["reconstructed", "original"] = "reconstructed"
     ridge: float = 1e-3
 
@@ -88,8 +92,12 @@ class AquaKVConfig(StorageConfig):
         object.__setattr__(self, "backbone", _resolved("backbone", self.backbone))
         if self.first_layer != "auto":
             object.__setattr__(self, "first_layer", _resolved("first_layer", self.first_layer))
-        if parse_predictor(self.predictor)[0] == "mlp" and self.values_from != "both":
-            raise KVPassError("predictor='mlp' normalizes all of its inputs together: use values_from='both'.")
+        if not self.layers_below or list(self.layers_below) != sorted({max(1, n) for n in self.layers_below}):
+            raise KVPassError(f"layers_below={self.layers_below} must be integers from 1, in ascending order.")
+        if parse_predictor(self.predictor)[0] == "mlp" and (self.values_from, self.layers_below) != ("both", (1,)):
+            raise KVPassError(
+                "predictor='mlp' normalizes all of its inputs together: use values_from='both' and layers_below=(1,)."
+            )
         if self.rank is not None:
             check_integers(self, rank=1)
         if self.value_page is not None:
@@ -110,7 +118,9 @@ class AquaKVConfig(StorageConfig):
             )
         keys, values = (not first and self.predicted in ("both", which) for which in ("keys", "values"))
         key = self._behind(plan.key, keys, pre_rope=self.rope == "pre")
-        return LayerPlan(key, self._behind(plan.value, values, pre_rope=False)).checked(layer)
+        value = self._behind(plan.value, values, pre_rope=False)
+        layers_below = min(max(self.layers_below), max(1, layer.num_layers - 1))
+        return LayerPlan(key, value, layers_below=layers_below).checked(layer)
 
     def _behind(self, spec: CodecSpec, predicted: bool, pre_rope: bool) -> CodecSpec:
         """The backbone's ``spec`` with the window of this scheme, and with the prediction subtracted if

@@ -28,12 +28,14 @@ class LayerPlan:
     """How one layer stores its keys and values.
 
     key_source, value_source: the layer whose quantized values this layer reads; None for its own.
+    layers_below: number of layers below whose tokens predictors read (`codec.predictor.with_below`).
     """
 
     key: CodecSpec
     value: CodecSpec
     key_source: int | None = None
     value_source: int | None = None
+    layers_below: int = 1
 
     def checked(self, layer: LayerGeometry) -> LayerPlan:
         """This plan, if it fits the heads of ``layer``; raises `KVPassError` otherwise. A latent has no rotary
@@ -113,7 +115,7 @@ class LayerPlan:
 
     @property
     def looks_at_previous(self) -> bool:
-        """Whether keys or values are predicted from the layer below."""
+        """Whether keys or values are predicted from layers below."""
         return bool(self.key.transform.predictor or self.value.transform.predictor)
 
     @property

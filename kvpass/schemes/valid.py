@@ -118,7 +118,7 @@ def _calibrated(
         elif plan.shares_out:
             yield index, (_shared(plan.key, heads, head_dim), _shared(plan.value, heads, head_dim))
         elif isinstance(scheme, AquaKVConfig) and plan.looks_at_previous and previous_layer is not None:
-            under = math.prod(geometry[previous_layer])
+            under = plan.layers_below * math.prod(geometry[previous_layer])
             key, value = (
                 _stored(transform.predictor, inputs, width, scheme.rank) if transform.predictor else []
                 for transform, inputs in ((plan.key.transform, under), (plan.value.transform, under + width))
