@@ -2,6 +2,7 @@
 
 import copy
 import random
+import statistics
 
 import pytest
 import torch
@@ -66,8 +67,8 @@ def perturbed(model):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tokens_have_the_probability_that_kvpass_gives_them(serve, smollm2, texts, scheme):
-    """Also after a prefix hit: requests arrive one by one, in chunks of one block, so that a hit leaves the chunks
-    unchanged, on which attention and the mean of centred keys depend."""
+    """And the same after a prefix hit: requests arrive one by one, in chunks of one block, so that a hit leaves the
+    chunks unchanged, on which attention and the mean of centred keys depend."""
     block, tokens = 256, 24
     phases = [{"prompts": [prompt], "tokens": tokens} for prompt in texts] * 2
     found = serve(smollm2, phases, scheme, block_size=block, max_num_batched_tokens=block)["phases"]
@@ -77,16 +78,20 @@ def test_tokens_have_the_probability_that_kvpass_gives_them(serve, smollm2, text
     noisy = perturbed(model)
     for one in (model, noisy):
         kvpass.apply(one, scheme, lowering="eager")
-    for number, (phase, prompt) in enumerate(zip(found, texts * 2, strict=True)):
-        (one,) = phase["requests"].values()
+    first = []
+    for number, (phase, prompt) in enumerate(zip(found[:3], texts, strict=True)):
+        (one,), (again,) = (each["requests"].values() for each in (phase, found[number + 3]))
+        assert again["tokens"] == one["tokens"]
+        torch.testing.assert_close(torch.tensor(again["logprobs"]), torch.tensor(one["logprobs"]), atol=1e-4, rtol=0)
         whole, rest = divmod(len(prompt), block)
         call = prompt, one["tokens"], [*[block] * whole, *([rest] if rest else [])]
         expected = alone(model, *call)
         # chunks read pages; rounding changes quantized values, and so does noise in embeddings
         flips = (alone(noisy, *call) - expected).abs().median()
         difference = (torch.tensor(one["logprobs"]) - expected).abs()
-        assert difference[0] <= 2e-2, (number, hits, difference[0])
         assert difference.median() <= max(2e-2, 2 * flips), (number, hits, difference.median(), flips)
+        first.append(difference[0].item())
+    assert statistics.median(first) <= 1e-2, first
 
 
 def random_requests(seed, count, longest, vocabulary=512):
