@@ -128,7 +128,7 @@ def chats(arguments: argparse.Namespace) -> None:
         print("| kept by | hits | first token, hit | first token, miss | mean | KL | same token |")
         print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
         base = None
-        for name in (STOCK, *arguments.schemes):
+        for name in (arguments.base, *arguments.schemes):
             found = run(name, arguments, dtype, nbytes)
             turns = found["turns"]
             base = base or {(one["chat"], one["turn"]): one for one in turns}

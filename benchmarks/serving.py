@@ -22,7 +22,7 @@ from pathlib import Path
 
 from kvpass.models import packaged_folder
 
-from chats import chats, converse
+from chats import STOCK, chats, converse
 
 STOCK = "vllm"
 _FIT = re.compile(r"KV cache size: ([\d,]+) tokens.*?: ([\d.]+)x")
@@ -194,6 +194,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=8, help="of a chat")
     parser.add_argument("--question", type=int, default=200, help="tokens that a turn of a chat adds")
     parser.add_argument("--share", type=float, default=1 / 3, help="of the bytes of all chats, for the store of a chat")
+    parser.add_argument("--base", default=STOCK, help="what chats are compared with, by default vLLM's blocks alone")
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, help="by default all that vLLM takes")
