@@ -24,7 +24,6 @@ from kvpass.models import packaged_folder
 
 from chats import STOCK, chats, converse
 
-STOCK = "vllm"
 _FIT = re.compile(r"KV cache size: ([\d,]+) tokens.*?: ([\d.]+)x")
 
 
