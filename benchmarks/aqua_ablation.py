@@ -29,6 +29,8 @@ ROWS = {
     "without sinks": dict(scheme="aqua", sinks=0),
     "without K predictor": dict(scheme="aqua", predicted="values"),
     "without V predictor": dict(scheme="aqua", predicted="keys"),
+    "from the two layers below": dict(scheme="aqua", layers_below=(1, 2)),
+    "from the layer two below alone": dict(scheme="aqua", layers_below=(2,)),
     "after RoPE": dict(scheme="aqua", rope="post"),
     "fitted to original K and V": dict(scheme="aqua", fit_on="original"),
     "over kivi": dict(scheme="aqua-kivi"),
