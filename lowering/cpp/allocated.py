@@ -20,7 +20,7 @@ from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.tensors import page_shapes
 from kvpass.codec.transform_coding import PAIRS, gains, weights
 
-from .build import build, source, text
+from .build import BYTES, FLOATS, INT32S, NUMBER, WRITTEN_FLOATS, build, source, text
 
 _library = torch.library.Library("kvpass_cpu", "DEF")
 _library.define(
@@ -33,11 +33,10 @@ _library.define(
     "SymInt room, str spec) -> Tensor"
 )
 
-_FLOATS, _INTS, _BYTES, _NUMBER = "const float*", "const int32_t*", "const uint8_t*", "int64_t"
-_FITTED = [_BYTES, _FLOATS, _INTS, _FLOATS]  # pages, basis, places, table
+_FITTED = [BYTES, FLOATS, INT32S, FLOATS]  # pages, basis, places, table
 _TYPES = {
-    "allocated_scores": [*6 * [_FLOATS], *_FITTED, "float*", *8 * [_NUMBER]],
-    "allocated_values": [_FLOATS, *_FITTED, "float*", *4 * [_NUMBER]],
+    "allocated_scores": [*6 * [FLOATS], *_FITTED, WRITTEN_FLOATS, *8 * [NUMBER]],
+    "allocated_values": [FLOATS, *_FITTED, WRITTEN_FLOATS, *4 * [NUMBER]],
 }
 
 
@@ -74,7 +73,7 @@ def common_of(spec: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype =
 
 def fields_type(spec: CodecSpec) -> str:
     """The C++ type of ``Fields*`` (allocated.h)."""
-    return _BYTES if isinstance(spec.codec, LayerPages) else _INTS
+    return BYTES if isinstance(spec.codec, LayerPages) else INT32S
 
 
 def page_source(spec: CodecSpec, head_dim: int) -> str:

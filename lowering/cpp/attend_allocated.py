@@ -20,9 +20,8 @@ from kvpass.layout.pool import capacity
 from ..call_types import AttendCall
 from .allocated import common_of, defines_of, fields_type, look_up_table
 from .attend_codes import DTYPES, LANES, SOFTMAX_TYPES, as_tokens, at_a_time, outputs, softmax_arguments
-from .build import build, source, text
+from .build import BYTES, FLOATS, FRACTION, NUMBER, WRITTEN_BYTES, build, source, text
 
-_BYTES, _NUMBER = "const uint8_t*", "int64_t"
 _NO_TURN = 0, False
 
 
@@ -55,9 +54,9 @@ def attention_source(key: CodecSpec, value: CodecSpec, head_dim: int, queries: i
 @cache
 def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
     windows = dict(KEY_WINDOW=key.retention.ring_size, VALUE_WINDOW=value.retention.ring_size)
-    side = [_BYTES, _BYTES, fields_type(key)]
-    types = [_BYTES, "uint8_t*", *side, *side, *7 * [_BYTES], "const float*", *16 * [_NUMBER]]
-    types += [*SOFTMAX_TYPES, _NUMBER, "float"]
+    side = [BYTES, BYTES, fields_type(key)]
+    types = [BYTES, WRITTEN_BYTES, *side, *side, *7 * [BYTES], FLOATS, *16 * [NUMBER]]
+    types += [*SOFTMAX_TYPES, NUMBER, FRACTION]
     parts = attention_source(key, value, head_dim, queries, dtype)
     return build(parts + text(windows, "rings.h", "allocated_attend.cpp"), types)
 

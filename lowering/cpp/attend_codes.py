@@ -21,7 +21,7 @@ from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout
 
 from ..call_types import AttendCall
-from .build import build, source
+from .build import BYTES, FLOATS, FRACTION, INT64S, NUMBER, WRITTEN_BYTES, WRITTEN_FLOATS, build, source
 
 BLOCK = 4
 """Queries at a time, if a call has several tokens."""
@@ -31,11 +31,11 @@ LANES = 16
 """Largest number of vector lanes. Page and group sizes are multiples of it."""
 _CHANNEL = {"per=channel", "per=token", "keep=log", *(f"bits={bits}" for bits in FIELDS)}
 _TOKEN = _CHANNEL | {"rotation", "grid"}
-SOFTMAX_TYPES = "const uint8_t*", *4 * ["int64_t"], "const float*", "int64_t", "float*", "int64_t"
+SOFTMAX_TYPES = BYTES, *4 * [NUMBER], FLOATS, NUMBER, WRITTEN_FLOATS, NUMBER
 """Types of the arguments that `softmax_arguments` returns."""
 DTYPES = torch.float32, torch.bfloat16
-_TYPES = ["const uint8_t*", "uint8_t*", *10 * ["const uint8_t*"], *4 * ["const float*"], "const uint8_t*"]
-_TYPES += ["const int64_t*", *17 * ["int64_t"], *SOFTMAX_TYPES, "int64_t", "float"]
+_TYPES = [BYTES, WRITTEN_BYTES, *10 * [BYTES], *4 * [FLOATS], BYTES]
+_TYPES += [INT64S, *17 * [NUMBER], *SOFTMAX_TYPES, NUMBER, FRACTION]
 _IN_CODE_ORDER, _TO_CODES, _FROM_CODES, _CENTER = 1, 2, 4, 8  # Reading of attend_parts.h
 
 

@@ -15,6 +15,10 @@ from kvpass.progress import announced
 from ..inductor.aot import unprobed
 from ..session import compiling
 
+BYTES, FLOATS, INT32S, INT64S = "const uint8_t*", "const float*", "const int32_t*", "const int64_t*"
+WRITTEN_BYTES, WRITTEN_FLOATS = "uint8_t*", "float*"
+NUMBER, FRACTION = "int64_t", "float"
+"""C++ types of the arguments of a kernel: tensors that it reads, tensors that it writes, and numbers."""
 _FOLDER = Path(__file__).parent
 OPTIONS = {"cpp_cache_precompile_headers": False}
 _FUSED = "cpp.enable_floating_point_contract_flag"

@@ -17,16 +17,15 @@ from ..call_types import DequantizeCall
 from ..inductor.pages import CPU_KERNELS, dequantize_all
 from ..table import DispatchKey, implements
 from .allocated import fields_type, look_up_table, page_source
-from .build import build, text
+from .build import BYTES, FLOATS, NUMBER, WRITTEN_FLOATS, build, text
 
-_BYTES, _FLOATS = "const uint8_t*", "const float*"
 _CODECS = Allocation, ByHead, Shares
 FEATURES = PLACES | PER_CHANNEL_BITS | {"per=token", "bits=8", "center", "page_rope", "numbered"}
 
 
 @cache
 def _kernel(spec: CodecSpec, head_dim: int) -> Callable[..., None]:
-    types = [_BYTES, _FLOATS, fields_type(spec), _FLOATS, "float*", *5 * ["int64_t"]]
+    types = [BYTES, FLOATS, fields_type(spec), FLOATS, WRITTEN_FLOATS, *5 * [NUMBER]]
     return build(page_source(spec, head_dim) + text({}, "dequantize_allocated.cpp"), types)
 
 

@@ -14,11 +14,10 @@ from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec
 
 from .attend_codes import LANES
-from .build import build, source
+from .build import BYTES, FLOATS, INT32S, INT64S, NUMBER, WRITTEN_FLOATS, build, source
 
 _TOKENS = 4  # of one rank, that a kernel dequantizes at a time
-_TYPES = ["const uint8_t*", *2 * ["const int64_t*"], "const int32_t*", "const float*", "const uint8_t*",
-          *3 * ["const float*"], "float*", *6 * ["int64_t"]]  # fmt: skip
+_TYPES = [BYTES, *2 * [INT64S], INT32S, FLOATS, BYTES, *3 * [FLOATS], WRITTEN_FLOATS, *6 * [NUMBER]]
 
 
 def serves(spec: CodecSpec) -> bool:

@@ -16,16 +16,14 @@ from ..call_types import AppendCall, AppendLayersCall
 from ..table import DispatchKey, implements
 from .allocated import fields_type, page_source
 from .attend_codes import LANES
-from .build import build, text
+from .build import BYTES, FLOATS, FRACTION, INT64S, NUMBER, WRITTEN_BYTES, build, text
 from .dequantize_allocated import FEATURES, refuses
-
-_BYTES, _FLOATS, _NUMBER = "const uint8_t*", "const float*", "int64_t"
 
 
 @cache
 def _kernel(spec: CodecSpec, head_dim: int) -> Callable[..., None]:
-    types = [_FLOATS, _BYTES, fields_type(spec), *2 * [_FLOATS], "const int64_t*", "uint8_t*"]
-    types += [*7 * [_NUMBER], *2 * ["float"]]
+    types = [FLOATS, BYTES, fields_type(spec), *2 * [FLOATS], INT64S, WRITTEN_BYTES]
+    types += [*7 * [NUMBER], *2 * [FRACTION]]
     return build(page_source(spec, head_dim) + text({}, "quantize_allocated.cpp"), types)
 
 

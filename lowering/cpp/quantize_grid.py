@@ -1,5 +1,6 @@
 """Quantizes tokens to the points of a grid (`kvpass.codec.codebook`) on CPUs."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -7,21 +8,19 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.across_heads import AcrossHeads
-from kvpass.codec.affine import params_dtype
 from kvpass.codec.bitpack import FIELDS
 from kvpass.codec.codebook import grid
 from kvpass.codec.hadamard import signs
 from kvpass.codec.spec import CodecSpec, parse
+from kvpass.codec.tensors import page_shapes
 
 from ..append import APPENDED, PLACES, append, append_layers
 from ..call_types import AppendCall, AppendLayersCall
 from ..table import DispatchKey, implements
 from .attend_codes import DTYPES, LANES
-from .build import build, source
+from .build import BYTES, FLOATS, NUMBER, WRITTEN_BYTES, build, source
 
-BYTES, FLOATS, NUMBER = "const uint8_t*", "const float*", "int64_t"
-"""C++ types of the arguments of a kernel."""
-_TYPES = [BYTES, *3 * [FLOATS], *2 * ["uint8_t*"], *2 * [NUMBER]]
+_TYPES = [BYTES, *3 * [FLOATS], *2 * [WRITTEN_BYTES], *2 * [NUMBER]]
 _FEATURES = {"grid", "rotation", "per=token", "codec=across-heads", *(f"bits={bits}" for bits in FIELDS)}
 
 
@@ -44,6 +43,25 @@ def _fixed(spec: CodecSpec, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     return points.T.contiguous(), points.square().sum(1) / 2, signs(head_dim, spec.transform.rotation or 0)
 
 
+def quantize_tokens(
+    kernel: Callable[..., Callable[..., None]], fixed: Sequence[Tensor], x: Tensor, spec: CodecSpec
+) -> tuple[Tensor, ...]:
+    """The page tensors of tokens ``x`` ``[B, H, T, D]``.
+
+    kernel: compiles, for a spec, a head dimension and a dtype, the function that writes codes and scales.
+    fixed: what that reads besides the tokens.
+    """
+    batch, heads, tokens, head_dim = x.shape
+    pages = batch, heads, tokens // spec.page_size
+    kept = tuple(
+        torch.empty(*pages, *shape, dtype=dtype) for shape, dtype in page_shapes(spec, head_dim, x.dtype).values()
+    )
+    x = x.contiguous() if x.dtype in DTYPES else x.float().contiguous()
+    run = kernel(spec.stored_as, head_dim, x.dtype)
+    run(x, *fixed, *kept[:2], math.prod(pages), torch.get_num_threads())
+    return kept
+
+
 def _refuses(dispatch: DispatchKey) -> str | None:
     if dispatch.device != "cpu":
         return "it runs on CPUs."
@@ -60,15 +78,7 @@ def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tens
     if isinstance(spec.codec, AcrossHeads):
         joined = quantize(spec.codec.by_token(x), fitted, spec.plain)
         return spec.codec.by_head(joined, spec, x.shape[3])
-    (batch, heads, tokens, head_dim), dtype = x.shape, params_dtype(x.dtype)
-    pages = batch, heads, tokens // spec.page_size
-    x = x.contiguous() if x.dtype in DTYPES else x.float().contiguous()
-    codes = torch.empty(*pages, spec.rows, head_dim // spec.quantizer.dim, dtype=torch.uint8)
-    scale = torch.empty(*pages, *spec.params_shape(head_dim), dtype=dtype)
-    _kernel(spec.stored_as, head_dim, x.dtype)(
-        x, *_fixed(spec.stored_as, head_dim), codes, scale, scale.shape[:3].numel(), torch.get_num_threads()
-    )
-    return codes, scale, torch.empty(*pages, *spec.zero_shape(head_dim), dtype=dtype)
+    return quantize_tokens(_kernel, _fixed(spec.stored_as, x.shape[3]), x, spec)
 
 
 @implements("append_", "cpp-grid", has=(_FEATURES | APPENDED,), refuses=_refuses, lowering="inductor")

@@ -6,7 +6,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvpass.codec.affine import params_dtype
 from kvpass.codec.hadamard import signs
 from kvpass.codec.lattice import E8
 from kvpass.codec.lattice_points import DIM, SHIFT, UNIT, magnitudes
@@ -15,11 +14,11 @@ from kvpass.codec.spec import CodecSpec, parse
 from ..append import APPENDED, PLACES, append, append_layers
 from ..call_types import AppendCall, AppendLayersCall
 from ..table import DispatchKey, implements
-from .attend_codes import DTYPES, LANES
-from .build import build, source
-from .quantize_grid import BYTES, FLOATS, NUMBER
+from .attend_codes import LANES
+from .build import BYTES, FLOATS, INT32S, NUMBER, WRITTEN_BYTES, build, source
+from .quantize_grid import quantize_tokens
 
-_TYPES = [BYTES, *2 * [FLOATS], "const int32_t*", FLOATS, *2 * ["uint8_t*"], *2 * [NUMBER]]
+_TYPES = [BYTES, *2 * [FLOATS], INT32S, FLOATS, *2 * [WRITTEN_BYTES], *2 * [NUMBER]]
 _FEATURES = frozenset({"bits=2", "rotation", "per=token", "codec=e8"})
 
 
@@ -52,15 +51,7 @@ def _refuses(dispatch: DispatchKey) -> str | None:
 
 @implements("quantize", "cpp-lattice", has=(_FEATURES | APPENDED,), refuses=_refuses, lowering="inductor")
 def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor, ...]:
-    (batch, heads, tokens, head_dim), dtype = x.shape, params_dtype(x.dtype)
-    pages = batch, heads, tokens // spec.page_size, spec.page_size
-    x = x.contiguous() if x.dtype in DTYPES else x.float().contiguous()
-    codes = torch.empty(*pages, head_dim // 4, dtype=torch.uint8)
-    scale = torch.empty(*pages, head_dim // spec.quantizer.group_size, dtype=dtype)
-    _kernel(spec.stored_as, head_dim, x.dtype)(
-        x, *_fixed(spec.stored_as, head_dim), codes, scale, codes.shape[:3].numel(), torch.get_num_threads()
-    )
-    return codes, scale
+    return quantize_tokens(_kernel, _fixed(spec.stored_as, x.shape[3]), x, spec)
 
 
 @implements("append_", "cpp-lattice", has=(_FEATURES | APPENDED,), refuses=_refuses, lowering="inductor")
