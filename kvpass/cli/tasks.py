@@ -31,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-by-token", action="store_true", help="feed answers one token at a time instead of in one call"
     )
+    parser.add_argument(
+        "--batch-size", type=at_least(1), default=8, metavar="N",
+        help="answers or prompts per call, default 8; 1 is faster for long prompts, which would be padded",
+    )  # fmt: skip
     parser.add_argument("--json", type=out_file, metavar="FILE", help="write all results, by question")
 
 
@@ -45,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     with stage(f"{', '.join(tasks)} with {', '.join(chosen)}"):
         scores = run_tasks(
             model, tokenizer, tasks, chosen, limit=args.limit, shots=args.shots, data=args.data,
-            token_by_token=args.token_by_token,
+            token_by_token=args.token_by_token, batch_size=args.batch_size,
         )  # fmt: skip
     for task in tasks:
         show([score for score in scores if score.task == task])

@@ -143,6 +143,7 @@ def run_tasks(
     shots: int | None = None,
     data: Path | None = None,
     token_by_token: bool = False,
+    batch_size: int = 8,
 ) -> list[TaskScore]:
     """One `TaskScore` per scheme and task; ``model`` is left as it was found.
 
@@ -152,13 +153,15 @@ def run_tasks(
     shots: examples before each question; None for the task's own number.
     data: a folder with ``TASK.jsonl`` for each task, in the columns of its data set on the hub, which is not read.
         Examples are then taken from the same file, without the question itself.
+    batch_size: answers to one question that are scored, or questions that are generated from, in one call. Shorter
+        prompts of a call are padded.
 
     Raises `KVPassError` for an unknown task, and if ``data`` lacks a file.
     """
     loaded, scores = _tasks(tasks, data), []
     for name, scheme in schemes.items():
         with packed(model, scheme, **({} if scheme is None else {"lowering": "eager"})):
-            harness = PackedLM(model, tokenizer=tokenizer, batch_size=8, token_by_token=token_by_token)
+            harness = PackedLM(model, tokenizer=tokenizer, batch_size=batch_size, token_by_token=token_by_token)
             results = simple_evaluate(
                 harness, tasks=list(loaded), limit=limit, num_fewshot=shots, bootstrap_iters=0, task_manager=_manager()
             )
