@@ -110,7 +110,7 @@ def test_a_network_normalizes_all_inputs_together_and_takes_all():
             kvpass.schemes.get("aqua", predictor="mlp", **fields)
 
 
-def test_predictors_read_the_layers_below_that_are_asked_for():
+def test_predictors_read_the_layers_below_that_are_asked_for(tmp_path):
     width = 2 * 32
     fields = dict(predictor="linear", layers_below=(2,), first_layer="higgs-4")
     calibration = kvpass.calibrate(llama(layers=4), data(2), {**SMALL, **fields}, progress=False)
@@ -118,6 +118,7 @@ def test_predictors_read_the_layers_below_that_are_asked_for():
         for role, weights in enumerate(calibration.predictors[layer]):
             read = matrix(weights[:1]).unflatten(1, (2 + role, width)).abs().sum((0, 2)) > 0
             assert read.tolist() == [i == below for i in range(2)] + [True] * role
+    assert_same(kvpass.load(calibration.save(tmp_path)), calibration)
 
 
 @pytest.mark.slow
@@ -306,6 +307,9 @@ def test_a_packed_model_is_not_calibrated():
         (dict(fit_on="thin air"), "must be 'reconstructed'"),
         (dict(ridge=-1.0), "must be from 0 to 1e6"),
         (dict(rank=0), "at least 1"),
+        (dict(layers_below=()), "in ascending order"),
+        (dict(layers_below=(2, 1)), "in ascending order"),
+        (dict(layers_below=(0, 1)), "from 1 to 8"),
     ],
 )
 def test_impossible_configs_are_refused(fields, says):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ..codec.predictor import parse_predictor
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
-from ..fields import check_integers
+from ..fields import check_integers, shown
 from .base import LayerPlan, SchemeConfig, get, register_scheme
 from .geometry import LayerGeometry
 from .higgs import HIGGSConfig
@@ -20,6 +20,8 @@ from .kivi import KIVIConfig
 from .quarot import QuaRotConfig
 from .rtn import RTNConfig
 from .storage import StorageConfig
+
+_BELOW = range(1, 9)
 
 
 def _resolved(field: str, scheme: SchemeConfig | str | dict[str, Any]) -> SchemeConfig:
@@ -92,8 +94,10 @@ class AquaKVConfig(StorageConfig):
         object.__setattr__(self, "backbone", _resolved("backbone", self.backbone))
         if self.first_layer != "auto":
             object.__setattr__(self, "first_layer", _resolved("first_layer", self.first_layer))
-        if not self.layers_below or list(self.layers_below) != sorted({max(1, n) for n in self.layers_below}):
-            raise KVPassError(f"layers_below={self.layers_below} must be integers from 1, in ascending order.")
+        if not self.layers_below or list(self.layers_below) != sorted(set(self.layers_below) & set(_BELOW)):
+            raise KVPassError(
+                f"layers_below={shown(self.layers_below)} must be from 1 to {_BELOW[-1]}, in ascending order."
+            )
         if parse_predictor(self.predictor)[0] == "mlp" and (self.values_from, self.layers_below) != ("both", (1,)):
             raise KVPassError(
                 "predictor='mlp' normalizes all of its inputs together: use values_from='both' and layers_below=(1,)."
@@ -119,8 +123,7 @@ class AquaKVConfig(StorageConfig):
         keys, values = (not first and self.predicted in ("both", which) for which in ("keys", "values"))
         key = self._behind(plan.key, keys, pre_rope=self.rope == "pre")
         value = self._behind(plan.value, values, pre_rope=False)
-        layers_below = min(max(self.layers_below), max(1, layer.num_layers - 1))
-        return LayerPlan(key, value, layers_below=layers_below).checked(layer)
+        return LayerPlan(key, value, layers_below=max(self.layers_below)).checked(layer)
 
     def _behind(self, spec: CodecSpec, predicted: bool, pre_rope: bool) -> CodecSpec:
         """The backbone's ``spec`` with the window of this scheme, and with the prediction subtracted if
