@@ -100,16 +100,19 @@ struct Head {
     template <int COUNT>
     void steps_of(const float* q, int block, const int* starts, float* found) const {
         Floats total[ROWS][COUNT] = {};
-        const float* column = columns + block * BLOCK * BLOCK;
-        for (int c = 0; c < BLOCK; c++, column += BLOCK)
+        const float *column = columns + block * BLOCK * BLOCK, *channel = q + block * BLOCK;
+        for (int c = 0; c < BLOCK; c++, column += BLOCK, channel++)
             UNROLLED for (int v = 0; v < COUNT; v++) {
                 const Floats own = load<Floats>(column + starts[v]);
-                UNROLLED for (int r = 0; r < ROWS; r++) total[r][v] += q[r * HEAD + block * BLOCK + c] * own;
+                UNROLLED for (int r = 0; r < ROWS; r++) total[r][v] += channel[r * HEAD] * own;
             }
         for (int r = 0; r < ROWS; r++)
             UNROLLED for (int v = 0; v < COUNT; v++) {
-                const int size = std::min(LANES, BLOCK - starts[v]) * (int)sizeof(float);
-                std::memcpy(found + r * HEAD + block * BLOCK + starts[v], &total[r][v], size);
+                float* to = found + r * HEAD + block * BLOCK + starts[v];
+                if constexpr (BLOCK % LANES == 0)
+                    store(to, total[r][v]);
+                else
+                    std::memcpy(to, &total[r][v], std::min(LANES, BLOCK - starts[v]) * sizeof(float));
             }
     }
 
