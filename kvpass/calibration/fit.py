@@ -234,10 +234,15 @@ def _choose_first_layer(
 
 @dataclass(frozen=True)
 class _Part:
-    """The keys (role 0) or values (role 1) of one layer. ``below``: the layers below, nearest first."""
+    """The keys (role 0) or values (role 1) of one layer.
+
+    below: the layers below that are kept, nearest first.
+    layers_below: how many of them predictors read, if there are as many (`LayerPlan`).
+    """
 
     layer: int
     below: tuple[int, ...]
+    layers_below: int
     role: int
     spec: CodecSpec
 
@@ -275,7 +280,7 @@ class _Chain:
             tensors: list[list[Tensor]] = []
             shares: list[tuple[float, float]] = []  # share explained, error
             for role, spec in enumerate((plan.key, plan.value)):
-                part = _Part(index, below, role, spec)
+                part = _Part(index, below, plan.layers_below, role, spec)
                 moments = Moments.of(partial(self._pairs, part))
                 tensors.append(known[role] if known else self._fit(part, moments, params_dtype(geometry.dtype)))
                 shares.append(self._dequantize(part, tensors[role], moments.y / moments.count))
@@ -297,16 +302,16 @@ class _Chain:
         own keys."""
         read = partial(self._tokens, spec=part.spec) if original else self._load
         own = [read(sequence, part.layer, 0)] if part.role else []
-        below, layers = None, self.plans[part.layer][0].layers_below
+        below = None
         for layer in reversed(part.below):
-            below = with_below(read(sequence, layer, part.role), below, layers)
+            below = with_below(read(sequence, layer, part.role), below, part.layers_below)
         return [below, *own]
 
     def _inputs(self, sequence: int, part: _Part) -> list[Tensor]:
         """The inputs that a part is fitted to. Those that the scheme leaves out are zeros, and so are their weights."""
         references = self._references(sequence, part, self.config.fit_on == "original")
         read = {min(distance, len(part.below)) for distance in self.config.layers_below}
-        for distance, tokens in enumerate(references[0].chunk(self.plans[part.layer][0].layers_below, 1), start=1):
+        for distance, tokens in enumerate(references[0].chunk(part.layers_below, 1), start=1):
             if distance not in read:
                 tokens.zero_()
         if part.role and self.config.values_from != "both":
@@ -346,7 +351,7 @@ class _Chain:
                 prediction = predict(transform.predictor, tensors, self._references(sequence, part), spec.page_size)
             decoded = prediction + dequantize_pages(*quantize_pages(x - prediction, spec), spec)
             save_file({"x": decoded.contiguous()}, self._file(sequence, part.layer, part.role))
-            if len(part.below) == self.plans[part.layer][0].layers_below:
+            if len(part.below) == part.layers_below:
                 self._file(sequence, part.below[-1], part.role).unlink(missing_ok=True)
             if sequence in self.held_out:
                 residual += (x - prediction).double().square().sum().item()

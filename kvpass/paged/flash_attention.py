@@ -9,19 +9,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..lowering.cpp.build import build, source
+from ..lowering.cpp.build import FLOATS, INT64S, NUMBER, WRITTEN_FLOATS, build, source
 from .context_spans import HIDDEN
 
 DTYPES = torch.float32, torch.bfloat16
 """Dtypes of keys and values. bfloat16 products use the processor's instructions, if it has them."""
 _SOURCE = Path(__file__).with_name("flash_attention.cpp")
-_GIVEN = {torch.float32: "const float*", torch.bfloat16: "const uint16_t*"}
+_GIVEN = {torch.float32: FLOATS, torch.bfloat16: "const uint16_t*"}
 
 
 @cache
 def _kernel(head_dim: int, scale: float, dtype: torch.dtype) -> Callable[..., None]:
     defines = dict(HEAD=head_dim, FACTOR=scale / math.log(2), BFLOAT16=int(dtype == torch.bfloat16), HIDDEN=HIDDEN)
-    types = [*3 * [_GIVEN[dtype]], "const float*", "const int64_t*", *2 * ["float*"], *7 * ["int64_t"]]
+    types = [*3 * [_GIVEN[dtype]], FLOATS, INT64S, *2 * [WRITTEN_FLOATS], *7 * [NUMBER]]
     return build(source(defines, _SOURCE), types)
 
 

@@ -16,9 +16,10 @@ from ..codec.shares import Shares
 from ..codec.spec import parse
 from ..lowering.cpp.allocated import look_up_table
 from ..lowering.cpp.attend_allocated import attention_source, serves
-from ..lowering.cpp.build import build, text
+from ..lowering.cpp.build import BYTES, FLOATS, FRACTION, INT32S, INT64S, NUMBER, WRITTEN_BYTES, build, text
 from ..lowering.table import DispatchKey
 from .batch import Batch, Tiles
+from .single_query_cpp import refuses_call
 
 if TYPE_CHECKING:
     from .paged_attention import Layer
@@ -27,19 +28,15 @@ HAS = None
 """The features that are supported are those of `kvpass.lowering.cpp.attend_allocated.serves`."""
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("exact_tokens.h", "single_query_calibrated.cpp")]
-_BYTES, _INTS, _LONGS, _FLOATS = "const uint8_t*", "const int32_t*", "const int64_t*", "const float*"
-_SIDE = [_BYTES, _BYTES, _INTS]  # basis, widths, share
-_TYPES = [
-    _BYTES, "uint8_t*", *4 * [_LONGS], *5 * [_BYTES], *_SIDE, *_SIDE, _BYTES, *5 * [_FLOATS], *16 * ["int64_t"], "float"
-]  # fmt: skip
+_SIDE = [BYTES, BYTES, INT32S]  # basis, widths, share
+_TYPES = [BYTES, WRITTEN_BYTES, *4 * [INT64S], *5 * [BYTES], *_SIDE, *_SIDE, BYTES]
+_TYPES += [*5 * [FLOATS], *16 * [NUMBER], FRACTION]
 
 
 def refuses(dispatch: DispatchKey) -> str | None:
     """Why there is no kernel for ``dispatch``, or None."""
-    if dispatch.device != "cpu":
-        return "it runs on CPUs."
-    if dispatch.extras:
-        return f"it does not support {', '.join(dispatch.extras)}."
+    if why := refuses_call(dispatch):
+        return why
     key, value = map(parse, dispatch.specs)
     if not isinstance(key.codec, Shares) or key.codec.adapts or dispatch.dtype is None:
         return "it reads pages with calibrated bit widths."

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..codec.spec import parse
 from ..lowering.cpp.attend_codes import at_a_time, defines_of, parts_of, reading_of, serves
-from ..lowering.cpp.build import build, source
+from ..lowering.cpp.build import BYTES, FLOATS, FRACTION, INT64S, NUMBER, WRITTEN_BYTES, build, source
 from ..lowering.table import DispatchKey
 from .batch import Batch, Tiles
 
@@ -20,20 +20,26 @@ if TYPE_CHECKING:
     from .paged_attention import Layer
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("exact_tokens.h", "single_query.cpp")]
-_TYPES = ["const uint8_t*", "uint8_t*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *4 * ["const float*"]]
-_TYPES += ["const uint8_t*", *16 * ["int64_t"], "float"]
+_TYPES = [BYTES, WRITTEN_BYTES, *5 * [INT64S], *9 * [BYTES], *4 * [FLOATS], BYTES, *16 * [NUMBER], FRACTION]
 
 
 HAS = None
 """The features that are supported are those of `kvpass.lowering.cpp.attend_codes.serves`."""
 
 
-def refuses(dispatch: DispatchKey) -> str | None:
-    """Why there is no kernel for ``dispatch``, or None."""
+def refuses_call(dispatch: DispatchKey) -> str | None:
+    """Why kernels of single queries cannot serve ``dispatch``, whatever is stored, or None."""
     if dispatch.device != "cpu":
         return "it runs on CPUs."
     if dispatch.extras:
         return f"it does not support {', '.join(dispatch.extras)}."
+    return None
+
+
+def refuses(dispatch: DispatchKey) -> str | None:
+    """Why there is no kernel for ``dispatch``, or None."""
+    if why := refuses_call(dispatch):
+        return why
     key, value = map(parse, dispatch.specs)
     if dispatch.dtype is None or not serves(key, value, dispatch.head_dim, dispatch.dtype):
         return "it has no kernel for this codec, head_dim and dtype."

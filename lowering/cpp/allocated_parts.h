@@ -7,7 +7,7 @@ constexpr int PAGES_AT_ONCE = 32;  // pages at a time
 
 struct Part : RunningSoftmax {
     values::Total total;
-    float scores[QUERIES * PAGES_AT_ONCE * PAGE];
+    alignas(Floats) float scores[QUERIES * PAGES_AT_ONCE * PAGE];
 
     using RunningSoftmax::RunningSoftmax;
 

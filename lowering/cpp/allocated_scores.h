@@ -3,7 +3,7 @@
 namespace {
 
 constexpr int PREPARED_PAGES = 4;  // pages whose queries are rotated together
-constexpr int ROWS = QUERIES % 2 ? 4 : 8;  // queries per product with the basis
+constexpr int ROWS = LANES > 8 && QUERIES % 3 == 0 ? 12 : QUERIES % 2 ? 4 : 8;  // queries per product with the basis
 constexpr int BEFORE_MIDDLE = padded(PAGE / 2);  // tokens before the middle of a page, padded
 constexpr int SLOTS = 16, VECTORS_PER_WORD = SLOTS / LANES;  // tokens per four-byte word, and vectors of them
 constexpr int ACCUMULATORS = LANES > 8 ? 2 : 1;  // independent sums, to hide latency
@@ -51,7 +51,7 @@ inline void to_words(const uint8_t* bytes, int first, int rows, int row_bytes, i
 // The basis and places of a head in the form that the loops here need: transposed blocks of the basis, and the
 // coordinate and weight of each field, in padded arrays.
 struct Head {
-    float columns[HEAD * BLOCK + LANES];
+    alignas(Floats) float columns[HEAD * BLOCK + LANES];
     int32_t coordinate[FIELDS] = {};
     Field fields[FIELDS];
     int vectors[HEAD / BLOCK][VECTORS_OF_BLOCK], used[HEAD / BLOCK] = {};  // of each block, those that have fields
@@ -148,7 +148,8 @@ struct Head {
         const Place& place = layout[RANK];
         const Words<RANK>& positions = WORDS<RANK>;
         constexpr int ROWS_PER_WORD = Words<RANK>::rows();
-        int32_t words[own.end_field() - own.first_field], *single_words = words + padded(own.pairs);
+        alignas(Floats) int32_t words[own.end_field() - own.first_field];
+        int32_t* single_words = words + padded(own.pairs);
         const int first = word * ROWS_PER_WORD;
         to_words<ROWS_PER_WORD>(page + place.pairs_at, first, own.quarter(), place.pairs_row, place.pairs, words);
         to_words<ROWS_PER_WORD>(
@@ -299,10 +300,12 @@ struct Scorer {
     const Head& head;
     const PageRope<Table>& rope;
     const float* mean;
-    float rotated[PREPARED_PAGES * QUERIES * HEAD], steps[PREPARED_PAGES * QUERIES * HEAD];
-    float scores_of_mean[PREPARED_PAGES * QUERIES * PAGE + LANES] = {};
-    float gains[PAGE + LANES] = {}, by_slot[QUERIES * PAGE + LANES];
-    int32_t slots[PAGE + LANES] = {};
+    alignas(Floats) float rotated[PREPARED_PAGES * QUERIES * HEAD];
+    alignas(Floats) float steps[PREPARED_PAGES * QUERIES * HEAD];
+    alignas(Floats) float scores_of_mean[PREPARED_PAGES * QUERIES * PAGE + LANES] = {};
+    alignas(Floats) float gains[PAGE + LANES] = {};
+    alignas(Floats) float by_slot[QUERIES * PAGE + LANES];
+    alignas(Floats) int32_t slots[PAGE + LANES] = {};
 
     Scorer(const Head& head, const PageRope<Table>& rope, const float* mean) : head(head), rope(rope), mean(mean) {}
 

@@ -48,7 +48,8 @@ inline void add_some(
 
 // The weight of a field that is not shifted to the lowest bits of its byte, by slot of its token.
 struct Units {
-    float pair[PAGE + LANES] = {}, single[PAGE + LANES] = {};
+    alignas(Floats) float pair[PAGE + LANES] = {};
+    alignas(Floats) float single[PAGE + LANES] = {};
 
     Units() {
         for_each_rank([&](auto rank) {
@@ -64,7 +65,8 @@ const Units UNITS;
 
 // Weighted sums of fields, and sums of the weights in each slot.
 struct Total {
-    float fields[QUERIES * FIELDS] = {}, weights[QUERIES * PAGE + LANES] = {};
+    alignas(Floats) float fields[QUERIES * FIELDS] = {};
+    alignas(Floats) float weights[QUERIES * PAGE + LANES] = {};
 
     // Adds pages [begin, end). The weights of query r are at of_tokens + r * apart, in token order.
     template <typename Pages>
@@ -72,8 +74,8 @@ struct Total {
         const Pages& pages, const Layout& layout, int64_t room, int64_t begin, int64_t end, const float* table,
         const float* of_tokens, int64_t apart
     ) {
-        int32_t order[PAGE + LANES] = {};
-        float gains[PAGE + LANES] = {};
+        alignas(Floats) int32_t order[PAGE + LANES] = {};
+        alignas(Floats) float gains[PAGE + LANES] = {};
         for (int64_t n = begin; n < end; n++, of_tokens += PAGE) {
             const Page page(pages, layout, n, room);
             find_order(page.bytes, layout, order);
@@ -132,7 +134,9 @@ struct Total {
         const uint8_t* page, const Layout& layout, const int32_t* order, const float* gains, const float* of_tokens,
         int64_t apart
     ) {
-        float of_pairs[QUERIES * PAGE + LANES], of_singles[QUERIES * PAGE + LANES];  // weights for unshifted fields
+        // Weights for fields that are not shifted.
+        alignas(Floats) float of_pairs[QUERIES * PAGE + LANES];
+        alignas(Floats) float of_singles[QUERIES * PAGE + LANES];
         for (int r = 0; r < QUERIES; r++)
             for (int t = 0; t < PAGE; t += LANES) {
                 const int at = r * PAGE + t;

@@ -107,7 +107,9 @@ struct MaskRow {
 // Running softmax. Scores are base-2 logarithms, for several tokens at a time; those of query r start at r * apart. They
 // are converted to weights relative to the largest score so far.
 struct RunningSoftmax {
-    float q[QUERIES * HEAD], out[QUERIES * HEAD] = {}, peak[QUERIES], sum[QUERIES] = {};
+    alignas(Floats) float q[QUERIES * HEAD];
+    alignas(Floats) float out[QUERIES * HEAD] = {};
+    float peak[QUERIES], sum[QUERIES] = {};
     Floats products[QUERIES * PAGE];  // per token, before the sum over lanes
     int64_t visible[QUERIES];  // tokens that each query sees, of those added by add_all_exact
     MaskRow masks[QUERIES];
