@@ -33,6 +33,8 @@ _library.define(
     "SymInt room, str spec) -> Tensor"
 )
 
+PAGE_FILES = "allocated_layout.h", "allocated_slots.h", "allocated.h"
+"""The C++ files that read pages, each of which needs those before it."""
 _FITTED = [BYTES, FLOATS, INT32S, FLOATS]  # pages, basis, places, table
 _TYPES = {
     "allocated_scores": [*6 * [FLOATS], *_FITTED, WRITTEN_FLOATS, *8 * [NUMBER]],
@@ -47,7 +49,7 @@ def look_up_table(device: torch.device) -> Tensor:
 
 
 def defines_of(spec: CodecSpec, head_dim: int) -> dict[str, int]:
-    """The macros of allocated.h."""
+    """The macros of allocated_layout.h."""
     if isinstance(spec.codec, LayerPages):
         pairs, singles = PAIRS * head_dim, head_dim
         return dict(
@@ -63,7 +65,7 @@ def defines_of(spec: CodecSpec, head_dim: int) -> dict[str, int]:
 
 
 def common_of(spec: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype = torch.float32) -> dict[str, int]:
-    """The macros that allocated.h shares with tokens.h, for tokens of ``dtype``."""
+    """The macros that allocated_layout.h shares with tokens.h, for tokens of ``dtype``."""
     block_size = (LayerPages if isinstance(spec.codec, LayerPages) else Allocation).of(spec).block_size
     return dict(
         QUERIES=queries, HEAD=head_dim, BLOCK=block_size, PAGE=spec.page_size,
@@ -72,13 +74,13 @@ def common_of(spec: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype =
 
 
 def fields_type(spec: CodecSpec) -> str:
-    """The C++ type of ``Fields*`` (allocated.h)."""
+    """The C++ type of ``Fields*`` (allocated_layout.h)."""
     return BYTES if isinstance(spec.codec, LayerPages) else INT32S
 
 
 def page_source(spec: CodecSpec, head_dim: int) -> str:
     """The C++ source of the layout of pages, for kernels that quantize or dequantize them."""
-    return source(common_of(spec, head_dim, queries=1)) + text(defines_of(spec, head_dim), "allocated.h")
+    return source(common_of(spec, head_dim, queries=1)) + text(defines_of(spec, head_dim), *PAGE_FILES)
 
 
 @cache
@@ -86,7 +88,7 @@ def _kernel(name: str, spec: str, head_dim: int, queries: int) -> Callable[..., 
     """The kernel ``name`` for pages of ``spec`` and KV heads with ``queries`` query heads."""
     parsed = parse(spec)
     defines = common_of(parsed, head_dim, queries) | defines_of(parsed, head_dim)
-    return build(source(defines, "tokens.h", "allocated.h", f"{name}.h", f"{name}.cpp"), _TYPES[name])
+    return build(source(defines, "tokens.h", *PAGE_FILES, f"{name}.h", f"{name}.cpp"), _TYPES[name])
 
 
 def _scores(

@@ -18,7 +18,7 @@ from kvpass.codec.tensors import Pack
 from kvpass.layout.pool import capacity
 
 from ..call_types import AttendCall
-from .allocated import common_of, defines_of, fields_type, look_up_table
+from .allocated import PAGE_FILES, common_of, defines_of, fields_type, look_up_table
 from .attend_codes import DTYPES, LANES, SOFTMAX_TYPES, as_tokens, at_a_time, outputs, softmax_arguments
 from .build import BYTES, FLOATS, FRACTION, NUMBER, WRITTEN_BYTES, build, source, text
 
@@ -46,7 +46,7 @@ def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) 
 def attention_source(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> str:
     """The C++ source of attention over parts of a context (allocated_parts.h), without a kernel."""
     sides = (("keys", key, "allocated_scores.h"), ("values", value, "allocated_values.h"))
-    parts = [text(defines_of(spec, head_dim), "allocated.h", file, namespace=name) for name, spec, file in sides]
+    parts = [text(defines_of(spec, head_dim), *PAGE_FILES, file, namespace=name) for name, spec, file in sides]
     tokens = source(common_of(key, head_dim, queries, dtype), "tokens.h")
     return "".join([tokens, *parts, text({}, "allocated_parts.h")])
 
