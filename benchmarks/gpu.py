@@ -277,8 +277,8 @@ def latent(
 
 
 def prompts(
-    device: torch.device, schemes=("kivi", "kivi-4", "higgs"), lengths=(8192, 32768, 131072), queries: int = 512,
-    shape=(32, 8, 128), lowering: str = "triton-prompt",
+    device: torch.device, schemes=("kivi", "kivi-4", "higgs", "waterfill"), lengths=(8192, 32768, 131072),
+    queries: int = 512, shape=(32, 8, 128), lowering: str = "triton",
 ) -> Iterator[dict]:  # fmt: skip
     """Seconds and peak bytes of the attention of ``queries`` tokens, by variant."""
     cuda, sizes = device.type == "cuda", dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))

@@ -37,6 +37,8 @@ MERGED |= {"rotation", "grid"}
 PER_CHANNEL_BITS = frozenset(f"codec={codec}" for codec in ("allocated", "by_head", "shares"))
 PER_CHANNEL_BITS |= {f"codec.{field}" for field in ("rich_pairs", "rich_singles", "follows", "ranked", "adapts")}
 """Features of codecs with per-channel bit widths."""
+PER_CHANNEL_PAGES = PLACES | PER_CHANNEL_BITS | {"per=token", "bits=8", "center", "page_rope", "numbered"}
+"""Features of specs with these codecs whose pages kernels quantize and dequantize."""
 CHUNK = 4096  # tokens predicted, or gathered from layers, at a time: bounds temporary memory
 
 

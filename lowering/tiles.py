@@ -73,8 +73,11 @@ class _Stored:
 
 def refuses(dispatch: DispatchKey) -> str | None:
     """Why tiles cannot serve attention, or None if they can."""
-    if dispatch.device != "cpu":
-        return "it runs on CPUs."
+    return "it runs on CPUs." if dispatch.device != "cpu" else refuses_call(dispatch)
+
+
+def refuses_call(dispatch: DispatchKey) -> str | None:
+    """Why attention cannot be computed in tiles, whatever the device, or None."""
     if not dispatch.specs:
         return "the past is already dequantized."
     if dispatch.queries == 1 and LATENT not in dispatch.extras:

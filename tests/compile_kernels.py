@@ -28,7 +28,15 @@ from kvpass.codec.second_level import SecondLevel
 from kvpass.codec.tensors import Pack, of_model
 from kvpass.lowering.call_types import AppendLayersCall, AttendCall
 from kvpass.lowering.table import DispatchKey, select
-from kvpass.lowering.triton import append, configs, launch, launch_latent, quantize, quantize_shares
+from kvpass.lowering.triton import (
+    append,
+    configs,
+    dequantize_fields,
+    launch,
+    launch_latent,
+    quantize,
+    quantize_shares,
+)
 from kvpass.paged import attend_triton, paged_attention, store_triton
 from kvpass.paged.batch import Batch, BlockTable, Tiles
 from kvpass.paged.block_layout import BlockLayout
@@ -126,17 +134,22 @@ def attend(
     launch.attend(call)
 
 
-def attend_fields(
-    scheme="waterfill", dim=128, heads=32, groups=8, queries=1, mask=False, softcap=0.0, dtype="bfloat16", **fields
-) -> None:  # fmt: skip
-    """Attend over a cache of 512 tokens with per-channel bit widths."""
-    dtype = getattr(torch, dtype)
+def past_of_fields(scheme, dim, groups, dtype, **fields):
+    """The plan, and the keys and values, of a cache for 640 tokens with per-channel bit widths."""
     plan = get(scheme, **fields).plan(LayerGeometry(0, 1, groups, dim, dtype, torch.device("cpu")))
     states = []
     for spec in (plan.key, plan.value):
         shared = shared_tensors(spec, groups, dim)[bool(spec.transform.numbered) :] if of_model(spec) else ()
         states.append(KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640, shared=ModelTensors(shared)))
-    past = [Pack.of(state.pack, state.spec) for state in states]
+    return plan, [Pack.of(state.pack, state.spec) for state in states]
+
+
+def attend_fields(
+    scheme="waterfill", dim=128, heads=32, groups=8, queries=1, mask=False, softcap=0.0, dtype="bfloat16", **fields
+) -> None:  # fmt: skip
+    """Attend over a cache of 512 tokens with per-channel bit widths."""
+    dtype = getattr(torch, dtype)
+    plan, past = past_of_fields(scheme, dim, groups, dtype, **fields)
     q, new = torch.zeros(1, heads, queries, dim, dtype=dtype), torch.zeros(1, groups, queries, dim, dtype=dtype)
     mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
     if plan.key.transform.page_rope:
@@ -144,6 +157,12 @@ def attend_fields(
         past[0] = past[0]._replace(page_tables=page_tables)
     causal = queries > 1 and mask is None
     launch.attend(AttendCall(q, *past, 512, new, new, mask, causal, 0.1, softcap, plan.key, plan.value))
+
+
+def dequantize_pages(scheme="waterfill", dim=128, groups=8, **fields) -> None:
+    """Dequantize keys with per-channel bit widths."""
+    plan, (past, _) = past_of_fields(scheme, dim, groups, torch.bfloat16, **fields)
+    dequantize_fields.dequantize_pages([*past.pools, *past.dequantizes_with(plan.key)], plan.key)
 
 
 def attend_latent(
@@ -250,6 +269,7 @@ def chosen_on_cuda() -> dict[str, str]:
 RUN = {
     "attend": attend,
     "fields": attend_fields,
+    "dequantize": dequantize_pages,
     "latent": attend_latent,
     "blocks": attend_blocks,
     "store": store_blocks,

@@ -97,11 +97,12 @@ def test_prompts_take_the_kernels_by_name_only():
     assert not select(prompt).name.startswith("triton")
 
 
-def test_prompts_behind_pages_with_per_channel_bit_widths_are_refused():
+def test_prompts_behind_pages_with_per_channel_bit_widths_are_read_in_tiles():
     layer = LayerGeometry(0, 1, 2, 64, torch.float32, torch.device("cpu"))
     plan = get("waterfill").plan(layer)
-    with pytest.raises(KVPassError, match="1 to 16 query tokens"):
-        select(dispatch("attend", plan.key, plan.value, queries=0), "triton")
+    prompt = dispatch("attend", plan.key, plan.value, queries=0, device="cuda")
+    assert select(prompt, "triton").name == "triton-tiles"
+    assert not select(prompt).name.startswith("triton")
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ KERNELS = {
         "merge_fields",
         "fields_to_channels",
     },
+    "dequantize": {"field_rows", "dequantize_fields"},
     "latent": {"attend_latent", "merge_splits"},
     "quantize, calibrated": {"share_rows", "quantize_shares"},
     "blocks": {"attend_blocks", "merge_splits"},
@@ -85,6 +86,10 @@ CASES = {
     "calibrated, small heads": dict(
         op="fields", scheme="waterfill-static", ropes=["half-32"], dim=64, heads=9, groups=3, dtype="float16"
     ),
+    "dequantize waterfill": dict(op="dequantize"),
+    "dequantize waterfill, wide heads": dict(op="dequantize", dim=256, groups=2),
+    "dequantize waterfill, long pages, small heads": dict(op="dequantize", dim=64, groups=3, residual=64),
+    "dequantize calibrated": dict(op="dequantize", scheme="waterfill-static", ropes=["half-64"]),
     "a latent": dict(op="latent"),
     "a latent of 2 bits, a draft, mask": dict(op="latent", bits=2, queries=4, mask=True),
     "a prompt, a latent": dict(op="latent", queries=64),

@@ -11,6 +11,7 @@ from kvpass import KVPassError
 from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState
 from kvpass.layout.window import LENGTH_OFFSET
+from kvpass.lowering import tiles
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.schemes import LayerGeometry, WaterfillConfig
 
@@ -147,6 +148,39 @@ def test_cross_attention_has_no_new_tokens(case):
 def test_attention_over_fields_equals_the_reference(name):
     case = dict(CALLS[name])
     assert_is_a_rounding_of_the_reference(*call(**case | FIELDS.get(case.pop("fields", ""), {})))
+
+
+def assert_dequantized_as_the_reference(given, others):
+    tables = {name: others[name] for name in ("cos", "sin", "rope") if name in others}
+    for pack, text, own in ((given[1], given[10], tables), (given[2], given[11], {})):
+        got, expected = (OPS.dequantize(pack, given[3], text, name, **own) for name in ("triton", "reference"))
+        assert got.dtype == expected.dtype
+        error = 1e-5 if got.dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(got, expected, atol=error * expected.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name", ["as it ships", "3 bits", "one head each, small blocks", "after RoPE, alike", "by head", "float16"]
+)
+def test_pages_are_dequantized_as_by_the_reference(name):
+    cases = {
+        "one head each, small blocks": dict(CALLS["one head each, small blocks"], n=200),
+        "after RoPE, alike": dict(dim=128, heads=1, rope="post", n=330, center=False, residual=64, **ALIKE),
+        "by head": dict(CALLS["bits by head"], dim=48, turns="half-16", n=230),
+    }
+    case = dict(cases.get(name) or CALLS[name])
+    assert_dequantized_as_the_reference(*call(**case | FIELDS.get(case.pop("fields", ""), {})))
+
+
+@pytest.mark.parametrize(
+    "case", [dict(batch=2), dict(mask="float", softcap=3.0), dict(by_head=True, sinks=True)], ids=str
+)
+def test_prompts_read_tiles_of_pages(case, monkeypatch):
+    """A tile has one page of each head; more queries than a draft has."""
+    monkeypatch.setattr(tiles, "_VALUES", 1)
+    given, others = call(**SMALL, queries=20, n=200, **case)
+    assert select(DispatchKey("attend", DEVICE, (given[10], given[11]), 0, 32), "triton").name == "triton-tiles"
+    assert_is_a_rounding_of_the_reference(given, others)
 
 
 @pytest.mark.parametrize("n", [0, 3, 35, 36, 37, 68, 99, 100, 101, 132])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_by_head import DIM, HEADS, plan_of, recalling, stored
 from test_shares import states
-from test_triton_fields import DEVICE, assert_is_a_rounding_of_the_reference
+from test_triton_fields import DEVICE, assert_dequantized_as_the_reference, assert_is_a_rounding_of_the_reference
 
 from kvpass.codec.layer_pages import high_precision_masks
 from kvpass.codec.pages import quantize_pages
@@ -60,6 +60,11 @@ def named(state):
 @pytest.mark.parametrize("name", CALLS)
 def test_attention_over_calibrated_widths_equals_the_reference(name):
     assert_is_a_rounding_of_the_reference(*call(**CALLS[name]))
+
+
+@pytest.mark.parametrize("name", ["static", "hybrid", "interleaved, wide", "narrow heads, three queries", "float16"])
+def test_pages_are_dequantized_as_by_the_reference(name):
+    assert_dequantized_as_the_reference(*call(**CALLS["hybrid, float16" if name == "float16" else name]))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec, parse
 
 from .. import reference
-from ..append import PER_CHANNEL_BITS, PLACES
+from ..append import PER_CHANNEL_PAGES
 from ..call_types import DequantizeCall
 from ..inductor.pages import CPU_KERNELS, dequantize_all
 from ..table import DispatchKey, implements
@@ -20,7 +20,6 @@ from .allocated import fields_type, look_up_table, page_source
 from .build import BYTES, FLOATS, NUMBER, WRITTEN_FLOATS, build, text
 
 _CODECS = Allocation, ByHead, Shares
-FEATURES = PLACES | PER_CHANNEL_BITS | {"per=token", "bits=8", "center", "page_rope", "numbered"}
 
 
 @cache
@@ -53,6 +52,6 @@ def refuses(dispatch: DispatchKey) -> str | None:
     return None
 
 
-@implements("dequantize", "cpp", has=(FEATURES,), refuses=refuses, lowering="inductor")
+@implements("dequantize", "cpp", has=(PER_CHANNEL_PAGES,), refuses=refuses, lowering="inductor")
 def dequantize(call: DequantizeCall) -> Tensor:
     return reference.read(dequantize_all, call)

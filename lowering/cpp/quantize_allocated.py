@@ -11,13 +11,13 @@ from kvpass.codec.spec import CodecSpec
 from kvpass.codec.token_ranks import Ranked
 from kvpass.codec.transform_coding import DISTORTION, GAINS_TRIED, LEAST_GAIN, OCTAVE, STEPS, UNIT
 
-from ..append import append, append_layers
+from ..append import PER_CHANNEL_PAGES, append, append_layers
 from ..call_types import AppendCall, AppendLayersCall
 from ..table import DispatchKey, implements
 from .allocated import fields_type, page_source
 from .attend_codes import LANES
 from .build import BYTES, FLOATS, FRACTION, INT64S, NUMBER, WRITTEN_BYTES, build, text
-from .dequantize_allocated import FEATURES, refuses
+from .dequantize_allocated import refuses
 
 
 @cache
@@ -39,7 +39,7 @@ def _refuses(dispatch: DispatchKey) -> str | None:
     return "it reads a vector of channels at a time." if dispatch.head_dim % LANES else None
 
 
-@implements("quantize", "cpp", has=(FEATURES,), refuses=_refuses, lowering="inductor")
+@implements("quantize", "cpp", has=(PER_CHANNEL_PAGES,), refuses=_refuses, lowering="inductor")
 def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor]:
     batch, heads, tokens, head_dim = x.shape
     codec, pages = spec.codec, tokens // spec.page_size
@@ -56,11 +56,11 @@ def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tens
     return (out,)
 
 
-@implements("append_", "cpp", has=(FEATURES,), refuses=_refuses, lowering="inductor")
+@implements("append_", "cpp", has=(PER_CHANNEL_PAGES,), refuses=_refuses, lowering="inductor")
 def append_(call: AppendCall) -> None:
     append(quantize, call)
 
 
-@implements("append_layers_", "cpp", has=(FEATURES,), refuses=_refuses, lowering="inductor")
+@implements("append_layers_", "cpp", has=(PER_CHANNEL_PAGES,), refuses=_refuses, lowering="inductor")
 def append_layers_(call: AppendLayersCall) -> None:
     append_layers(quantize, call)

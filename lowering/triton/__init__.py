@@ -3,4 +3,4 @@
 from importlib.util import find_spec
 
 if find_spec("triton") is not None:
-    from . import append, launch, launch_latent, quantize  # noqa: F401  (importing them registers them)
+    from . import append, dequantize_fields, launch, launch_latent, quantize  # noqa: F401  (importing them registers them)

@@ -112,7 +112,7 @@ def _columns(spec: CodecSpec, head_dim: int, device: torch.device) -> Tensor:
 _weights = cache(weights)
 
 
-def _number(layouts: tuple[Fields, ...], operand: tl.dtype) -> Number:
+def number_of(layouts: tuple[Fields, ...], operand: tl.dtype) -> Number:
     """How fields become floats: read four bytes at a time if all offsets are multiples of 4."""
     pieces = [piece for layout in layouts for of_rank in layout.pieces for piece in of_rank]
     offsets = [offset for piece in pieces for offset in (piece.start, piece.row)]
@@ -156,7 +156,7 @@ def places_of(
 
 
 @dataclass
-class _Fitted:
+class Fitted:
     """The pages of the keys or values of a layer, and the contributions of their fields to channels (`field_rows`,
     `share_rows`). If pages hold all heads, also where fields are, the midpoints of codes, and bytes per page."""
 
@@ -168,19 +168,28 @@ class _Fitted:
     size: int = 0
 
     @classmethod
-    def of(cls, pack: Pack, n: int, spec: CodecSpec, dtype: torch.dtype) -> "_Fitted":
-        basis, pages = pack.fitted["basis"].contiguous(), whole(pack.pools[0], spec.retention.pages(n))
+    def of_pack(cls, pack: Pack, n: int, spec: CodecSpec, dtype: torch.dtype) -> "Fitted":
+        pages, fields = whole(pack.pools[0], spec.retention.pages(n)), pack.fitted.get("fields")
+        fields = pack.fitted["widths"] if fields is None else fields
+        return cls.of(pages, pack.fitted["basis"], fields, len(pack.ring), spec, dtype)
+
+    @classmethod
+    def of(
+        cls, pages: Tensor, basis: Tensor, fields: Tensor, batch: int, spec: CodecSpec, dtype: torch.dtype
+    ) -> "Fitted":
+        """fields: the places of fields or, if pages hold all heads, the bit widths of coordinates. dtype: of
+        ``rows``."""
+        basis, fields = basis.contiguous(), fields.contiguous()
         (_, heads, head_dim, size), layout = basis.shape, layout_of(spec, basis.shape[2])
         if not layout.shared:
-            groups, places = len(pack.ring) * heads, pack.fitted["fields"].contiguous()
+            groups = batch * heads
             rows = torch.empty((groups, layout.width, head_dim), dtype=dtype, device=basis.device)
             field_rows[groups, layout.width // _ROWS](
-                basis, places, _columns(spec, head_dim, basis.device), _weights(basis.device), rows, head_dim, size,
-                places.shape[-1], layout.width, _ROWS,
+                basis, fields, _columns(spec, head_dim, basis.device), _weights(basis.device), rows, head_dim, size,
+                fields.shape[-1], layout.width, _ROWS,
             )  # fmt: skip
             return cls(pages, rows, layout)
-        widths = pack.fitted["widths"].contiguous()
-        rows, places, middles = places_of(basis, widths, len(pack.ring), spec, dtype)
+        rows, places, middles = places_of(basis, fields, batch, spec, dtype)
         return cls(pages, rows, layout, places, middles, pages.shape[-1])
 
     @property
@@ -198,7 +207,7 @@ class _Projected(NamedTuple):
 
     @classmethod
     def of(
-        cls, q: Tensor, keys: _Fitted, center: Tensor | None, tables: "_Tables", length: Tensor, scale: float,
+        cls, q: Tensor, keys: Fitted, center: Tensor | None, tables: "_Tables", length: Tensor, scale: float,
         groups: int, R: Layout, N: Number, dtype: torch.dtype,
     ) -> "_Projected":  # fmt: skip
         K, (batch, heads, queries, head_dim) = keys.layout, q.shape
@@ -238,9 +247,7 @@ class _Tables(NamedTuple):
         return cls(cos, sin, cos.stride()[:2], rope)
 
 
-def _merged(
-    summed: Tensor, exact: Tensor, partial_lse: Tensor, values: _Fitted, call: AttendCall[Pack]
-) -> list[Tensor]:
+def _merged(summed: Tensor, exact: Tensor, partial_lse: Tensor, values: Fitted, call: AttendCall[Pack]) -> list[Tensor]:
     """Merge the results of splits and of exact tokens, and convert them to channels: what ``call`` returns."""
     (heads_of_all, splits, rows, width), (_, heads, queries, head_dim) = summed.shape, call.q.shape
     merged, of_exact = exact.new_empty((heads_of_all, rows, width)), exact.new_empty((heads_of_all, rows))
@@ -266,9 +273,9 @@ def attend_allocated(call: AttendCall[Pack]) -> list[Tensor]:
     check_values(n + queries, widest, f"{head_dim} channels here")
     dtype = operand_dtype(q.dtype)
     with torch.cuda.device_of(q):
-        keys, values = _Fitted.of(key, n, k_spec, dtype), _Fitted.of(value, n, v_spec, torch.float32)
+        keys, values = Fitted.of_pack(key, n, k_spec, dtype), Fitted.of_pack(value, n, v_spec, torch.float32)
         K, V, tables = keys.layout, values.layout, _Tables.of(key, batch)
-        N, (config, pages) = _number((K, V), OPERANDS[dtype]), _config(rows, K.tokens, K.shared)
+        N, (config, pages) = number_of((K, V), OPERANDS[dtype]), _config(rows, K.tokens, K.shared)
         mask, of_mask = mask_and_strides(mask)
         R, W = _exact_layout(k_spec, head_dim, tables.rope), _exact_layout(v_spec, head_dim)
         center = key.fitted.get("center")
