@@ -4,6 +4,7 @@ namespace {
 
 constexpr int PREPARED_PAGES = 4;  // pages whose queries are rotated together
 constexpr int ROWS = LANES > 8 && QUERIES % 3 == 0 ? 12 : QUERIES % 2 ? 4 : 8;  // queries per product with the basis
+static_assert(PREPARED_PAGES * QUERIES % ROWS == 0);
 constexpr int BEFORE_MIDDLE = padded(PAGE / 2);  // tokens before the middle of a page, padded
 constexpr int SLOTS = 16, VECTORS_PER_WORD = SLOTS / LANES;  // tokens per four-byte word, and vectors of them
 constexpr int ACCUMULATORS = LANES > 8 ? 2 : 1;  // independent sums, to hide latency

@@ -69,10 +69,9 @@ def attend(call: AttendCall[Pack]) -> list[Tensor]:
     queries = q_heads // heads * tokens
     pages = k_spec.retention.pages(n)
     sides, rooms = [], []
-    for pack in (key, value):
-        (pool,) = pack.pools
+    for pack, spec in zip((key, value), call.specs, strict=True):
+        (pool,), (basis, fields) = pack.pools, pack.dequantizes_with(spec)
         rooms.append(capacity(pool, pages))
-        basis, fields = (pack.fitted[name] for name in ("basis", "widths" if "widths" in pack.fitted else "fields"))
         sides += [x.contiguous() for x in (pool, basis, fields)]
         of_samples = int(len(basis) == batch)
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))

@@ -169,9 +169,8 @@ class Fitted:
 
     @classmethod
     def of_pack(cls, pack: Pack, n: int, spec: CodecSpec, dtype: torch.dtype) -> "Fitted":
-        pages, fields = whole(pack.pools[0], spec.retention.pages(n)), pack.fitted.get("fields")
-        fields = pack.fitted["widths"] if fields is None else fields
-        return cls.of(pages, pack.fitted["basis"], fields, len(pack.ring), spec, dtype)
+        pages, (basis, fields) = whole(pack.pools[0], spec.retention.pages(n)), pack.dequantizes_with(spec)
+        return cls.of(pages, basis, fields, len(pack.ring), spec, dtype)
 
     @classmethod
     def of(

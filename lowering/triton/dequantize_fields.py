@@ -62,25 +62,20 @@ def dequantize_fields(
         tl.store(out + token[:, None] * DIM + channel[None, :], found, mask=real)
 
 
-def dequantize_pages(kept: Sequence[Tensor], spec: CodecSpec) -> Tensor:
-    """`kvpass.codec.pages.dequantize_pages` of these codecs: ``[B, H, N * P, D]`` float32."""
+def dequantize_pages(kept: Sequence[Tensor], spec: CodecSpec, references=(), predictor=()) -> Tensor:
+    """`reference.dequantize_predicted` of these codecs, which have no predictors: ``[B, H, N * P, D]`` float32."""
     pages, basis, fields = kept
     (batch, _, count, *_), (_, heads, head_dim, _) = pages.shape, basis.shape
     check_values(count * spec.page_size, head_dim, f"{head_dim} channels")
     out = torch.empty(batch, heads, count * spec.page_size, head_dim, device=pages.device)
     with torch.cuda.device_of(pages):
         own = Fitted.of(pages.contiguous(), basis, fields, batch, spec, torch.float32)
-        together = cdiv(32 if head_dim <= 128 else 16, own.layout.tokens)  # more spill registers
+        together = cdiv(32 if head_dim <= 128 else 16, own.layout.tokens)  # longer tiles spill registers
         dequantize_fields[batch * heads, cdiv(count, together), cdiv(head_dim, _CHANNELS)](
             own.pages, own.places, own.middles, own.rows, out, count, own.size, heads, head_dim, together, _CHANNELS,
             own.layout, number_of((own.layout,), OPERANDS[torch.float32]), num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
     return out
-
-
-def _dequantize(pages: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
-    """`reference.dequantize_predicted` of these codecs, which have no predictors."""
-    return dequantize_pages(pages, spec)
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:
@@ -101,7 +96,7 @@ def _refuses_prompts(dispatch: DispatchKey) -> str | None:
 
 @implements("dequantize", "triton", has=(PER_CHANNEL_PAGES,), refuses=_refuses, by_name_only=True)
 def dequantize(call: DequantizeCall) -> Tensor:
-    return reference.read(_dequantize, call)
+    return reference.read(dequantize_pages, call)
 
 
 @implements(
@@ -109,4 +104,4 @@ def dequantize(call: DequantizeCall) -> Tensor:
     lowering="triton",
 )  # fmt: skip
 def attend(call: AttendCall) -> list[Tensor]:
-    return attend_in_tiles(call, _dequantize)
+    return attend_in_tiles(call, dequantize_pages)
